@@ -8,11 +8,13 @@ a log that embeds it must be enough to rerun a run; tests/test_data_shards.py ho
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import signal
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -131,6 +133,26 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise DataError(f"{folder}: no permission to write in the output folder; name another with --out")
     return folder
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Holds `folder` for this process, so that two runs do not write, or clear away, each other's files.
+
+    Raises DataError when another process holds it. The lock ends with the process, however that ends.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise DataError(f"{folder}: another data script is writing there; wait for it or name another --out") from None
+    except OSError:  # a network file system without locks: nothing to hold
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
