@@ -17,11 +17,11 @@ What a log looks like (ours, and modded-nanogpt's, whose logs embed the script t
 An embedded script may itself hold lines of 100 '=' or text that looks like a log. Where the body begins is
 therefore decided like this:
 
-1. Our logs: the separator that ends the script is the one before which the bytes have the sha256 that the header
-   behind it states. A stated hash that fits nowhere means that the log was altered, and the log is refused.
+1. Our logs: the separator that ends the script is the one before which the bytes have the sha256 that the
+   header behind it states. A stated hash that fits nowhere means an altered log, which is refused.
 2. Other logs: the header is the last stretch between two separators that begins with `Running Python` or
-   `Running PyTorch`; the body follows it. If step lines stand between two such headers, the file holds several runs.
-3. Logs without such a header: the body follows the last separator. A finished run before it means several runs.
+   `Running PyTorch`; the body follows it. Step lines between two such headers mean several runs in one file.
+3. Logs without such a header: the body follows the last separator; a finished run before it means several.
 
 Standard library only, so that a worker process starts at once.
 """
@@ -40,6 +40,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+MAX_LOSS = 100.0  # nats a token; a model that knows nothing of 50304 tokens has 10.83
 MAX_BYTES = 64 * 2**20  # a run's log is about 0.4 MB; anything this big is not one, and memory stays bounded
 SUFFIXES = (".txt", ".log", ".txt.gz", ".log.gz")  # what a folder's logs are called
 
@@ -60,17 +61,20 @@ PEAK_LINE = re.compile(rb"^peak memory (?:allocated|consumption): (\d{1,9}) MiB"
 INTERRUPTED = re.compile(rb"^interrupted at step (\d{1,9})", re.M)
 NUMBER = re.compile(rb"[+-]?\d{1,20}(?:\.\d{0,20})?(?:e[+-]?\d{1,4})?", re.I)
 NOT_FINITE = re.compile(rb"[+-]?(?:nan|inf|infinity)", re.I)
-# Logs of 2024: `s:N tel:X` (llm.c), `step N: train loss X, val loss Y` (nanoGPT), and `val loss X` after `step N/M`.
+# Older: `s:N tel:X` (llm.c), `step N: train loss X, val loss Y` (nanoGPT), `val loss X` after `step N/M`.
 OLD_LINES = re.compile(rb"^(?:s:(\d{1,9}) (?:tel:(\S{1,40})|trl:\S+)"
                        rb"|step (\d{1,9})(?:/(\d{1,9}))?:?(?:.*\bval loss (\S{1,40}))?"
                        rb"|val loss (\S{1,40}))", re.M)
-KEPT_FACTS = ("recipe", "scale", "overrides", "world_size", "pytorch", "gpu", "parent", "hyperparameter seed",
-              "hyperparameter target_loss")
+KEPT_FACTS = ("recipe", "scale", "overrides", "world_size", "pytorch", "gpu", "parent",
+              "hyperparameter seed")
 GPU_ROW = re.compile(r"^\|\s+\d+\s+(NVIDIA [^|]*?)\s{2,}", re.M)
 
 
 class LogError(Exception):
     """Why a file is not counted as a run: one sentence for its owner."""
+
+
+Curve = list[tuple[int, float, float | None]]  # (step, val loss, train time in ms or None), in order of steps
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Parts:
 
 @dataclass
 class Run:
-    """One counted run. Losses in nats a token, times in ms of training (compilation and validation excluded)."""
+    """One counted run: losses in nats a token, times in ms on the training clock."""
     name: str
     loss: float
     time_ms: float | None = None
@@ -93,8 +97,8 @@ class Run:
     body_sha: str | None = None
     losses_sha: str | None = None  # of (step, loss) at every validation: equal only in copies and equal seeds
     source_sha: str | None = None
-    facts: dict[str, str] = field(default_factory=dict)  # header: recipe, scale, world size, overrides, seed, ...
-    curve: list[tuple[int, float, float | None]] = field(default_factory=list)  # (step, loss, ms); when asked for
+    facts: dict[str, str] = field(default_factory=dict)  # those of the header that KEPT_FACTS names
+    curve: Curve = field(default_factory=list)  # kept only when asked for
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -102,7 +106,7 @@ class Run:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's bytes, gunzipped if it is gzip whatever its name. Raises LogError, never reads a pipe or device."""
+    """The file's bytes, gunzipped if it is gzip whatever its name. Raises LogError; never reads a pipe."""
     try:
         info = os.stat(path)
         if stat.S_ISDIR(info.st_mode):
@@ -141,7 +145,7 @@ def split_log(data: bytes) -> Parts:
             parts = _split_by_hash(candidate)
             if parts is not None:
                 return parts
-        raise LogError("altered or damaged: the embedded source does not have the sha256 that the header states")
+        raise LogError("altered or damaged: the embedded source has another sha256 than the header states")
     if not separators:
         if PYTHON_SOURCE.search(data):
             raise LogError("cut off within the embedded source, or a script rather than a log")
@@ -155,7 +159,7 @@ def _start(separators: list[tuple[int, int]], index: int, data: bytes) -> int:
 
 
 def _split_by_hash(data: bytes) -> Parts | None:
-    """Our logs: script + (a newline if it ends without one) + separator; the header's hash says which it was."""
+    """Our logs: script, a newline if it ends without one, separator; the header's hash says which it was."""
     separators = [(m.start(), m.end() + 1) for m in SEPARATOR.finditer(data)]
     digest, hashed = hashlib.sha256(), 0
     for i, (start, end) in enumerate(separators):
@@ -194,8 +198,10 @@ def _split_published(data: bytes, separators: list[tuple[int, int]]) -> Parts:
     # modded-nanogpt prints the script and then a newline: an empty line before the separator is that newline.
     if source.endswith((b"\n\n", b"\r\n\r\n")):
         source = source[:-2] if source.endswith(b"\r\n") else source[:-1]
-    header = data[separators[last][1]:_start(separators, last + 1, data)] if last + 1 < len(separators) else b""
-    return Parts(source if source.strip() else None, header, data[separators[last + 1 if last + 1 < len(separators) else last][1]:])
+    header, body = b"", data[separators[-1][1]:]
+    if last + 1 < len(separators):
+        header, body = data[separators[last][1]:separators[last + 1][0]], data[separators[last + 1][1]:]
+    return Parts(source if source.strip() else None, header, body)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -215,12 +221,14 @@ def printable(text: str) -> str:
 def read_header(header: bytes) -> dict[str, str]:
     """The `key: value` lines of our header; of others' Python and PyTorch lines and the GPU table.
 
-    Hyperparameters have keys `hyperparameter NAME`, their values are JSON text. Lines of other kinds are ignored.
+    Hyperparameters have keys `hyperparameter NAME` and JSON text as values. A repeated key (`data`) has its
+    values joined by "; ". Lines of other kinds are ignored.
     """
     text, facts = text_of(header), {}
     for line in text.split("\n"):
         if match := re.fullmatch(r"((?:hyperparameter )?\w+): (.*)", line):
-            facts.setdefault(match[1], match[2].strip())
+            value = match[2].strip()
+            facts[match[1]] = f"{facts[match[1]]}; {value}" if match[1] in facts else value
         elif match := re.match(r"Running (python|pytorch) (\S+)", line, re.I):
             facts.setdefault(match[1].lower(), match[2])
     gpus = GPU_ROW.findall(text)
@@ -243,7 +251,7 @@ def header_json(facts: dict[str, str], key: str) -> object:
 
 
 def parse_log(data: bytes, name: str, with_curve: bool = False) -> Run:
-    """The run that a log's bytes describe; `name` is its file name. Raises LogError with the reason otherwise."""
+    """The run that a log's bytes describe; `name` is its file name. Raises LogError with the reason."""
     parts = split_log(data)
     body = parts.body.replace(b"\r\n", b"\n")
     try:
@@ -267,7 +275,7 @@ def parse_log(data: bytes, name: str, with_curve: bool = False) -> Run:
 
 
 def _check_end(body: bytes) -> None:
-    """A last line without its newline is whole only if it ends in a unit: a number could lack its last digits."""
+    """A last line without its newline is whole only if it ends in a unit: a number could lack digits."""
     last = body[body.rfind(b"\n") + 1:]
     if last.strip() and not (re.fullmatch(rb"step:\d+/\d+ .*\d(?:\.\d+)?ms", last) and b"train_time:" in last
                              or re.fullmatch(rb"peak memory .*\d MiB", last)):
@@ -285,13 +293,13 @@ def _number(text: bytes, what: str, step: int) -> float:
     return value
 
 
-def _modern_validations(body: bytes) -> list[tuple[int, float, float | None]]:
+def _modern_validations(body: bytes) -> Curve:
     """(step, loss, ms) of every `step:N/M val_loss:X ...` line, after checking all step lines."""
     lines = STEP_LINE.findall(body)
     if len(lines) != sum(1 for _ in STEP_START.finditer(body)):
         raise LogError(f"damaged: {_first_bad_line(body)!r} is not a step line")
     total = lines[0][1]
-    validations: list[tuple[int, float, float | None]] = []
+    validations: Curve = []
     trained, seen = -1, -1
     for number, of, loss, time_ms in lines:
         step = int(number)
@@ -315,7 +323,8 @@ def _modern_validations(body: bytes) -> list[tuple[int, float, float | None]]:
         raise LogError("no final validation: "
                        + (f"interrupted at step {int(stopped[1])}" if stopped else f"it ends at step {seen}")
                        + f" of {last}"
-                       + (f", last validation at step {validations[-1][0]}" if validations else ", never validated"))
+                       + (f", last validation at step {validations[-1][0]}" if validations
+                          else ", never validated"))
     return _checked(validations)
 
 
@@ -334,9 +343,9 @@ def _old_lines(body: bytes) -> Iterator[tuple[int, int | None, bytes]]:
         yield step, total, (s_loss or loss or bare_loss).rstrip(b",")
 
 
-def _old_validations(body: bytes) -> list[tuple[int, float, float | None]]:
+def _old_validations(body: bytes) -> Curve:
     """The same for logs of 2024, which have no train time; the last step is the one the log ends on."""
-    validations: list[tuple[int, float, float | None]] = []
+    validations: Curve = []
     last, total = 0, None
     for step, total, loss in _old_lines(body):
         if step < last or (loss and validations and validations[-1][0] == step):
@@ -354,11 +363,11 @@ def _old_validations(body: bytes) -> list[tuple[int, float, float | None]]:
     return _checked(validations)
 
 
-def _checked(validations: list[tuple[int, float, float | None]]) -> list[tuple[int, float, float | None]]:
+def _checked(validations: Curve) -> Curve:
     """Refuse losses that no cross-entropy of a vocabulary has, and a clock that goes back."""
     previous = 0.0
     for step, loss, time_ms in validations:
-        if not 0 < loss < 100:
+        if not 0 < loss < MAX_LOSS:
             raise LogError(f"val_loss {loss:g} at step {step} is not a loss in nats")
         if time_ms is not None and time_ms < previous:
             raise LogError(f"train_time goes back at step {step} ({previous:.0f} ms, then {time_ms:.0f} ms)")
