@@ -1,13 +1,14 @@
 """Fetches FineWeb as GPT-2 tokens: the validation shard and the first N train shards of kjj0/fineweb10B-gpt2.
 
-    python data/cached_fineweb10B.py [N]             N train shards, 1 to 103; default 30, what the record's run reads
+    python data/cached_fineweb10B.py [N]             N train shards, 1 to 103; default 30: the record's run
     python data/cached_fineweb10B.py [N] --check     only look: is all there and whole? no network
     python data/cached_fineweb10B.py [N] --from DIR  copy from a folder that holds the .bin files
 
-A shard is about 200 MB. Each is fetched beside its place, verified (header, exact size) and only then given its
-name; one that is there and whole is never fetched again, so an interrupted download carries on where it was. When
-all is there the script says nothing. Through huggingface_hub, and so with its variables: HF_ENDPOINT for a mirror of
-the hub, HF_HUB_OFFLINE=1 for what its cache already holds, HF_TOKEN, and the usual proxy variables.
+A shard is about 200 MB. Each is fetched beside its place, verified (header, exact size) and only then given
+its name; one that is there and whole is never fetched again, so an interrupted download carries on where it
+was. When all is there the script says nothing. Through huggingface_hub, and so with its variables:
+HF_ENDPOINT for a mirror of the hub, HF_HUB_OFFLINE=1 for what its cache already holds, HF_TOKEN, and the
+usual proxy variables.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from shards import DataError, check_shard, lock_folder, make_folder, run_script, shard_bytes
+from shards import DataError, check_shard, lock_folder, make_folder, run_script, shard_bytes, short
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
 DEFAULT_OUT = Path(__file__).resolve().parent / "fineweb10B"
@@ -65,7 +66,8 @@ def copy_from(mirror: Path, name: str, staging: Path) -> None:
 
 
 def fetch_from_hub(name: str, staging: Path) -> None:
-    """Fetches one shard into `staging`: from the hub's local cache if it is there and whole, else over the network.
+    """Fetches one shard into `staging`: from the hub's local cache if it is there and whole, else over the
+    network.
 
     Raises DataError when the hub has no such file and Unreachable when it does not answer.
     """
@@ -78,22 +80,18 @@ def fetch_from_hub(name: str, staging: Path) -> None:
     try:
         hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=staging)
     except LocalEntryNotFoundError as error:  # how the hub's client reports that it could not ask
-        raise Unreachable(first_line(error.__cause__ or error)) from None
+        raise Unreachable(short(error.__cause__ or error)) from None
     except EntryNotFoundError:
         raise DataError(f"{name}: the dataset {REPOSITORY} has no such file there") from None
-    except Exception as error:  # of requests, httpx, hf_xet or the system: which one depends on the client's version
-        raise Unreachable(first_line(error)) from None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its kind when it has none."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    except Exception as error:  # of requests, httpx, hf_xet or the system, by the client's version
+        raise Unreachable(short(error)) from None
 
 
 def fetch_verified(name: str, folder: Path, fetch: Callable[[str, Path], None]) -> None:
     """Puts one shard into `folder`: fetched, verified, renamed; a damaged one is fetched a second time.
 
-    Raises DataError for a shard that is missing at the source or damaged twice, Unreachable for a dead source.
+    Raises DataError for a shard that is missing at the source or damaged twice, Unreachable for a dead
+    source.
     """
     staging = folder / STAGING
     for last in (False, True):
@@ -111,7 +109,8 @@ def fetch_verified(name: str, folder: Path, fetch: Callable[[str, Path], None]) 
         (staging / name).unlink(missing_ok=True)
 
 
-def fetch_all(names: list[str], folder: Path, fetch: Callable[[str, Path], None]) -> tuple[dict[str, str], str]:
+def fetch_all(names: list[str], folder: Path,
+              fetch: Callable[[str, Path], None]) -> tuple[dict[str, str], str]:
     """Fetches `names` into `folder`, several at once, with a progress bar on a terminal.
 
     Returns what failed, name to reason, and why the source could not be reached ('' when it was).
@@ -189,17 +188,20 @@ def check_space(folder: Path, num_shards: int) -> None:
     """Raises DataError unless `folder` has room for `num_shards` more shards."""
     free, needed = shutil.disk_usage(folder).free, num_shards * SHARD_BYTES
     if free < needed:
-        raise DataError(f"{folder}: {num_shards} shards of about 200 MB take {needed / 1e9:.1f} GB, but {free / 1e9:.1f} "
-                        "GB are free; make room, ask for fewer shards, or name another disk with --out")
+        raise DataError(f"{folder}: {num_shards} shards of about 200 MB take {needed / 1e9:.1f} GB, but "
+                        f"{free / 1e9:.1f} GB are free; make room, ask for fewer shards, or name another "
+                        "disk with --out")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("num_train", metavar="N", type=int, nargs="?", default=DEFAULT_TRAIN_SHARDS,
                         help=f"train shards, 1 to {MAX_TRAIN_SHARDS} (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="verify what is there and fetch nothing")
     parser.add_argument("--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help="default: %(default)s")
-    parser.add_argument("--from", metavar="DIR", type=Path, dest="mirror", help="copy from this folder, no network")
+    parser.add_argument("--from", metavar="DIR", type=Path, dest="mirror",
+                        help="copy from this folder, no network")
     args = parser.parse_args()
     if not 1 <= args.num_train <= MAX_TRAIN_SHARDS:
         parser.error(f"N is {args.num_train}, but the dataset has train shards 1 to {MAX_TRAIN_SHARDS}")
@@ -215,9 +217,12 @@ def main() -> None:
     if args.check:
         if found:
             missing = [name for name, reason in found.items() if reason == MISSING]
-            lines = [f"{args.out}: {len(found)} of {len(names)} shards are missing or damaged; the same command without "
-                     "--check fetches them", *(reason for reason in found.values() if reason != MISSING)]
-            raise DataError("\n".join(lines + [f"missing: {short_list(missing)}"] * bool(missing)))
+            lines = [f"{args.out}: {len(found)} of {len(names)} shards are missing or damaged; the same "
+                     "command without --check fetches them"]
+            lines += [reason for reason in found.values() if reason != MISSING]
+            if missing:
+                lines.append(f"missing: {short_list(missing)}")
+            raise DataError("\n".join(lines))
         print(f"{args.out}: {len(names)} shards, all whole")
         return
     if not found:
@@ -248,12 +253,12 @@ def main() -> None:
     if unreachable:
         raise DataError(
             f"{source} could not serve {len(failed)} shards ({short_list(list(failed))}): {unreachable}\n"
-            "They can also come from a mirror of the hub (HF_ENDPOINT=https://...), from a folder that holds the .bin\n"
-            "files (--from DIR), or from the hub's cache on this machine (HF_HUB_OFFLINE=1, HF_HOME=DIR).\n"
+            "They can also come from a mirror of the hub (HF_ENDPOINT=https://...), from a folder with the\n"
+            ".bin files (--from DIR), or from the hub's cache on this machine (HF_HUB_OFFLINE=1, HF_HOME=DIR).\n"
             "What was fetched is kept; the same command carries on.")
     if failed:
-        raise DataError(f"{len(failed)} of {len(names)} shards could not be had from {source}; the others are kept, "
-                        "and the same command tries again\n" + "\n".join(failed.values()))
+        raise DataError(f"{len(failed)} of {len(names)} shards could not be had from {source}; the others "
+                        "are kept, and the same command tries again\n" + "\n".join(failed.values()))
     print(f"{folder}: {len(names)} shards, all whole")
 
 

@@ -2,9 +2,10 @@
 
     python data/rehearsal.py [--out DIR]        default DIR: the folder `rehearsal` beside this file
 
-The text is what every Python carries: the help topics of pydoc and the docstrings of the standard library. Tokens
-are bytes, numbered as GPT-2 numbers its 256 single-byte tokens, and 256 starts each document. One Python version
-always gives the same files. When they are all there and unchanged, the script does nothing and says nothing.
+The text is what every Python carries: the help topics of pydoc and the docstrings of the standard library.
+Tokens are bytes, numbered as GPT-2 numbers its 256 single-byte tokens, and 256 starts each document. One
+Python version always gives the same files. When they are all there and unchanged, the script does nothing and
+says nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def docstrings(node: ast.AST) -> Iterator[str]:
 
 
 def documents() -> list[str]:
-    """One document a help topic and one a library module, in an order that mixes both and depends on nothing else.
+    """One document a help topic and one a library module, in an order that mixes both and depends on nothing
+    else.
 
     No docstring is used twice, so that validation text has not been trained on.
     """
@@ -92,11 +94,11 @@ def _digest(path: Path) -> str:
 
 
 def _is_complete(folder: Path, made_by: str) -> bool:
-    """Whether `folder` holds exactly the shards its stamp lists, unchanged, and the stamp is from `made_by`."""
+    """Whether `folder` holds exactly the shards that its stamp lists, unchanged, and `made_by` made them."""
     try:
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
-        return (stamp["made_by"] == made_by
-                and {path.name for path in folder.iterdir() if SHARD_NAME.fullmatch(path.name)} == set(stamp["sha256"])
+        there = {path.name for path in folder.iterdir() if SHARD_NAME.fullmatch(path.name)}
+        return (stamp["made_by"] == made_by and there == set(stamp["sha256"])
                 and all(_digest(folder / name) == digest for name, digest in stamp["sha256"].items()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no stamp, or not one of ours
         return False
@@ -105,8 +107,8 @@ def _is_complete(folder: Path, made_by: str) -> bool:
 def write_rehearsal(out_dir: str | os.PathLike[str] = DEFAULT_OUT) -> str | None:
     """Writes rehearsal_train_000001.bin, ... and rehearsal_val_000000.bin into `out_dir`.
 
-    Returns one line on what was written, or None when all was there. Raises DataError for a folder that cannot be
-    written, OSError for a full disk.
+    Returns one line on what was written, or None when all was there. Raises DataError for a folder that
+    cannot be written, OSError for a full disk.
     """
     folder = make_folder(out_dir)
     # another Python has another library, another version of this file may cut the text differently
@@ -132,13 +134,15 @@ def write_rehearsal(out_dir: str | os.PathLike[str] = DEFAULT_OUT) -> str | None
     temporary = folder / f"{STAMP}.tmp"
     temporary.write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, folder / STAMP)
-    return (f"{folder}: {TRAIN_SHARDS} train shards of {len(streams) - num_val} documents, {len(train)} tokens; "
-            f"1 validation shard of {num_val} documents, {ends[num_val - 1]} tokens")
+    return (f"{folder}: {TRAIN_SHARDS} train shards of {len(streams) - num_val} documents, {len(train)} "
+            f"tokens; 1 validation shard of {num_val} documents, {ends[num_val - 1]} tokens")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", metavar="DIR", default=DEFAULT_OUT, help="folder to write to (default: %(default)s)")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", metavar="DIR", default=DEFAULT_OUT,
+                        help="folder to write to (default: %(default)s)")
     message = write_rehearsal(parser.parse_args().out)
     if message:
         print(message)

@@ -1,9 +1,10 @@
 """The token shard format: its one writer and its one reader, for the scripts of this folder.
 
-A shard is 256 little-endian int32 (20240520, 1, number of tokens, then zeros) followed by that many little-endian
-uint16 tokens and nothing else; each document in it starts with an end-of-text token. The format is the one of
-llm.c's data files and of the dataset kjj0/fineweb10B-gpt2. train_gpt_medium.py carries a reader of its own, because
-a log that embeds it must be enough to rerun a run; tests/test_data_shards.py holds both to one table of files.
+A shard is 256 little-endian int32 (20240520, 1, number of tokens, then zeros) followed by that many
+little-endian uint16 tokens and nothing else; each document in it starts with an end-of-text token. The format
+is the one of llm.c's data files and of the dataset kjj0/fineweb10B-gpt2. train_gpt_medium.py carries a reader
+of its own, because a log that embeds it must be enough to rerun a run; tests/test_data_shards.py holds both
+to one table of files.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ def shard_bytes(num_tokens: int) -> int:
 
 
 def check_shard(path: str | os.PathLike[str]) -> int:
-    """Number of tokens of the shard at `path`, from its header, once the file has exactly the size that follows.
+    """Number of tokens of the shard at `path`, from its header; the file has exactly the size that follows.
 
-    Costs one stat and 1024 bytes, whatever the size. Raises DataError for a file that is not a whole shard and
-    the OSError of the system for one that is missing or cannot be opened.
+    Costs one stat and 1024 bytes, whatever the size. Raises DataError for a file that is not a whole shard
+    and the OSError of the system for one that is missing or cannot be opened.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
         raise DataError(f"{path}: not a file, but a shard is one")
@@ -53,7 +54,8 @@ def check_shard(path: str | os.PathLike[str]) -> int:
                         "the file is cut: fetch or build it again")
     magic, version, num_tokens = (int(value) for value in np.frombuffer(header, dtype="<i4", count=3))
     if magic != MAGIC:
-        raise DataError(f"{path}: magic number {magic}, but a token shard has {MAGIC}; this is another kind of file")
+        raise DataError(f"{path}: magic number {magic}, but a token shard has {MAGIC}; "
+                        "this is another kind of file")
     if version != VERSION:
         raise DataError(f"{path}: format version {version}, but only version {VERSION} is known")
     if num_tokens < 1:
@@ -73,10 +75,10 @@ def read_shard(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 class ShardWriter:
-    """Writes one shard piece by piece; the final name appears only when commit() has put the whole file on disk.
+    """Writes one shard piece by piece; its name appears only when commit() has put the whole file on disk.
 
-    Until then the tokens go to a file beside it, named after the process and with a blank header: not even the
-    leftover of a killed process reads as a shard. Used as a context manager, it removes that file unless
+    Until then the tokens go to a file beside it, named after the process and with a blank header: not even
+    the leftover of a killed process reads as a shard. Used as a context manager, it removes that file unless
     commit() ran. Raises OSError when the folder cannot be written or the disk is full.
     """
 
@@ -110,26 +112,32 @@ class ShardWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        """Removes what commit() has not given its name; does nothing after commit()."""
         self._file.close()
-        self._temporary.unlink(missing_ok=True)  # gone already after commit()
+        self._temporary.unlink(missing_ok=True)
 
 
 def write_shard(path: str | os.PathLike[str], tokens: np.ndarray) -> None:
-    """Writes `tokens`, a uint16 array of shape (n,), n >= 1, as one shard; raises OSError like ShardWriter."""
+    """Writes `tokens`, uint16 of shape (n,), n >= 1, as one shard; raises OSError like ShardWriter."""
     with ShardWriter(path) as writer:
         writer.append(tokens)
         writer.commit()
 
 
 def make_folder(path: str | os.PathLike[str]) -> Path:
-    """`path` as a folder that can be written, made when missing; raises DataError naming what stands in the way."""
+    """`path` as a folder that can be written, made when missing; raises DataError saying what is in the way."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise DataError(f"{folder}: a file stands where the output folder should be; name another with --out") from None
+        raise DataError(f"{folder}: a file stands where the output folder should be; name another with "
+                        "--out") from None
     except OSError as error:
-        raise DataError(f"{folder}: the output folder cannot be made ({error.strerror}); name another with --out") from None
+        raise DataError(f"{folder}: the output folder cannot be made ({error.strerror}); name another with "
+                        "--out") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise DataError(f"{folder}: no permission to write in the output folder; name another with --out")
     return folder
@@ -146,7 +154,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise DataError(f"{folder}: another data script is writing there; wait for it or name another --out") from None
+        raise DataError(f"{folder}: another data script is writing there; wait for it or name another "
+                        "--out") from None
     except OSError:  # a network file system without locks: nothing to hold
         pass
     try:
@@ -155,12 +164,17 @@ def lock_folder(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def short(error: BaseException) -> str:
+    """The first line of an error's text, cut to 200 characters, or its kind when it has none."""
+    return next(iter(str(error).splitlines()), "")[:200] or type(error).__name__
+
+
 def _stop(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Runs a script's `main` and exits: with its code, 1 and one line on stderr for a mistake, 130 when interrupted.
+    """Runs a script's `main` and exits with its code; 1, with a message, for a mistake; 130 when interrupted.
 
     SIGTERM counts as an interrupt, so that temporary files are removed then too. Text that the terminal's
     encoding lacks is escaped instead of ending the script.

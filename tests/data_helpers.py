@@ -1,7 +1,8 @@
-"""What the tests of data/ share: bytes of shards made without data/, the GPT-2 ranks, running scripts, a stand-in hub.
+"""What the tests of data/ share: bytes of shards made without data/, the GPT-2 ranks, running scripts, a
+stand-in hub.
 
-Everything a test compares with is built here from the facts (struct, base64, a plain loop), never by the code that
-is being tested.
+Everything a test compares with is built here from the facts (struct, base64, a plain loop), never by the code
+that is being tested.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ if str(DATA) not in sys.path:
 def shard(tokens: list[int], magic: int = 20240520, version: int = 1, count: int | None = None) -> bytes:
     """The bytes of a shard, field by field; wrong ones too."""
     count = len(tokens) if count is None else count
-    return struct.pack("<3i", magic, version, count) + bytes(253 * 4) + struct.pack(f"<{len(tokens)}H", *tokens)
+    header = struct.pack("<3i", magic, version, count) + bytes(253 * 4)
+    return header + struct.pack(f"<{len(tokens)}H", *tokens)
 
 
 def vocabulary() -> Path:
-    """The file of GPT-2's ranks that the wheel of mlx-whisper carries; the package is looked at, never imported."""
+    """The file of GPT-2's ranks in the wheel of mlx-whisper; the package is looked at, never imported."""
     spec = importlib.util.find_spec("mlx_whisper")
-    assert spec is not None, ("the tests of data/ need GPT-2's ranks and take them from the package mlx-whisper: "
+    assert spec is not None, ("the tests of data/ take GPT-2's ranks from the package mlx-whisper: "
                               "`pip install --no-deps mlx-whisper`, as ./run.sh test does")
     return Path(spec.submodule_search_locations[0]) / "assets" / "gpt2.tiktoken"
 
@@ -75,9 +77,10 @@ def shards_in(folder: Path) -> dict[str, bytes]:
 
 def run(script: str, *arguments: object, timeout: float = 60, cwd: Path | None = None,
         **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script of data/ as a user does and returns its code and output; an endless run fails the test."""
-    return subprocess.run([sys.executable, str(DATA / script), *map(str, arguments)], capture_output=True, text=True,
-                          encoding="utf-8", errors="replace", timeout=timeout, cwd=cwd, env=os.environ | environment)
+    """Runs a script of data/ as a user does; returns its code and output. An endless run fails the test."""
+    return subprocess.run([sys.executable, str(DATA / script), *map(str, arguments)], capture_output=True,
+                          encoding="utf-8", errors="replace", timeout=timeout, cwd=cwd,
+                          env=os.environ | environment)
 
 
 def assert_user_error(result: subprocess.CompletedProcess[str], *parts: object, code: int = 1) -> None:
@@ -89,14 +92,16 @@ def assert_user_error(result: subprocess.CompletedProcess[str], *parts: object, 
 
 
 class StandInHub:
-    """The hub's HTTP interface as far as a download needs it, on loopback, with files that misbehave on request.
+    """The hub's HTTP interface as far as a download needs it, on loopback, with files that misbehave on
+    request.
 
-    `files` maps a path in the dataset to its bytes. `faults` maps a path to the fault of its next requests, each
-    used up by one GET: 'cut' sends half and drops the connection, 'short' serves half as if it were all, 'slow'
-    takes about a second, 'broken' answers 500, 'garbage' serves other bytes of the right length.
+    `files` maps a path in the dataset to its bytes. `faults` maps a path to the fault of its next requests,
+    each used up by one GET: 'cut' sends half and drops the connection, 'short' serves half as if it were all,
+    'slow' takes about a second, 'broken' answers 500, 'garbage' serves other bytes of the right length.
     """
 
-    def __init__(self, repository: str, files: dict[str, bytes], faults: dict[str, list[str]] | None = None) -> None:
+    def __init__(self, repository: str, files: dict[str, bytes],
+                 faults: dict[str, list[str]] | None = None) -> None:
         self.repository, self.files, self.faults = repository, files, faults or {}
         self.gets: list[str] = []
         self.most_at_once = self._now = 0
@@ -133,7 +138,8 @@ class StandInHub:
         if listing:
             rows = [{"type": "file", "path": path, "size": len(content), "oid": "0" * 40}
                     for path, content in self.files.items() if path.startswith(listing[1].rstrip("/") + "/")]
-            return self._send(request, 200, {"Content-Type": "application/json"}, json.dumps(rows).encode(), body)
+            headers = {"Content-Type": "application/json"}
+            return self._send(request, 200, headers, json.dumps(rows).encode(), body)
         if not found or found[1] not in self.files:
             return self._send(request, 404, {"X-Error-Code": "EntryNotFound"}, b"", body)
         name, content = found[1], self.files[found[1]]
@@ -164,8 +170,8 @@ class StandInHub:
         return self._send(request, status, headers, sent, body, delay=1.0 if fault == "slow" else 0.0)
 
     @staticmethod
-    def _send(request: http.server.BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes,
-              body: bool, delay: float = 0.0) -> None:
+    def _send(request: http.server.BaseHTTPRequestHandler, status: int, headers: dict[str, str],
+              content: bytes, body: bool, delay: float = 0.0) -> None:
         request.send_response(status)
         for key, value in ({"Content-Length": str(len(content))} | headers).items():
             request.send_header(key, value)
