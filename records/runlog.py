@@ -161,7 +161,7 @@ def _start(separators: list[tuple[int, int]], index: int, data: bytes) -> int:
 def _split_by_hash(data: bytes) -> Parts | None:
     """Our logs: script, a newline if it ends without one, separator; the header's hash says which it was."""
     separators = [(m.start(), m.end() + 1) for m in SEPARATOR.finditer(data)]
-    digest, hashed = hashlib.sha256(), 0
+    digest, hashed, parts = hashlib.sha256(), 0, None
     for i, (start, end) in enumerate(separators):
         header_end = _start(separators, i + 1, data)
         digest.update(data[hashed:max(start - 1, hashed)])  # all but the newline before the separator
@@ -173,12 +173,12 @@ def _split_by_hash(data: bytes) -> Parts | None:
             continue
         if i + 1 == len(separators):
             raise LogError("cut off within the header")
+        # No break: a script may embed a whole log of ours, which fits its own hash further up.
         source = data[:start] if match[1].decode() == digest.hexdigest() else data[:start - 1]
-        body = data[separators[i + 1][1]:]
-        if SOURCE_SHA.search(body):
-            raise LogError("several runs in one file (a second header after the first body)")
-        return Parts(source, data[end:header_end], body)
-    return None
+        parts = Parts(source, data[end:header_end], data[separators[i + 1][1]:])
+    if parts is not None and SOURCE_SHA.search(parts.body):
+        raise LogError("several runs in one file (a second header after the first body)")
+    return parts
 
 
 def _split_published(data: bytes, separators: list[tuple[int, int]]) -> Parts:

@@ -535,7 +535,7 @@ def record_rows(records: Path) -> list[list[str]]:
             raise UserError(f"{path}: no train times, and quoted.csv has none for {name}")
         date = re.match(r"\d{4}-\d\d-\d\d", name)
         link = f"track_2_medium/{name}/"
-        logs = [f"[{kind}]({link}{kind})" for kind in ("runs.csv", "curve.csv")
+        logs = [f"[{kind}]({link}{kind})" for kind in ("runs.csv", "curve.csv", "log.txt.gz")
                 if (path.parent / kind).is_file()]
         p = f"{s['test']['p']:.2g}" if s["test"] else "-"
         rows.append((minutes, [
