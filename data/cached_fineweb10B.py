@@ -254,7 +254,7 @@ def main() -> None:
         raise DataError(
             f"{source} could not serve {len(failed)} shards ({short_list(list(failed))}): {unreachable}\n"
             "They can also come from a mirror of the hub (HF_ENDPOINT=https://...), from a folder with the\n"
-            ".bin files (--from DIR), or from the hub's cache on this machine (HF_HUB_OFFLINE=1, HF_HOME=DIR).\n"
+            ".bin files (--from DIR), or from the hub's cache on this machine (HF_HUB_OFFLINE=1).\n"
             "What was fetched is kept; the same command carries on.")
     if failed:
         raise DataError(f"{len(failed)} of {len(names)} shards could not be had from {source}; the others "

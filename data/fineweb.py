@@ -151,7 +151,7 @@ class Gpt2:
                                             special_tokens={})
 
     def encode(self, text: str, limit: int = SEGMENT) -> list[np.ndarray]:
-        """The tokens of `text`, uint16 arrays of shape (n,), to be joined. Special tokens in it are plain text."""
+        """The tokens of `text`, uint16 arrays of shape (n,) to be joined; special tokens in it are text."""
         pieces = []
         for piece in segments(text, limit):
             # on about a million spaces the pattern's (?!\S) exhausts tiktoken's stack, which ends in a panic
@@ -647,7 +647,7 @@ READ_BLOCK = 1 << 23  # tokens looked at at once
 
 
 def find_shards(patterns: list[str]) -> list[Path]:
-    """The files that `patterns` match, a folder meaning its .bin files; raises DataError when one has none."""
+    """The files that `patterns` match, a folder meaning its .bin files; raises DataError if none is there."""
     found: list[Path] = []
     for pattern in patterns:
         in_folder = os.path.join(glob.escape(pattern), "*.bin")
@@ -713,7 +713,7 @@ def decode(path: Path, at: int, length: int, gpt2: Gpt2) -> str:
     stretch = tokens[at:at + length].tolist()
     if max(stretch) > EOT_TOKEN:
         worst = max(stretch)
-        raise DataError(f"{path}: token {worst} at {at + stretch.index(worst)}, but GPT-2's end at {EOT_TOKEN}")
+        raise DataError(f"{path}: token {worst} at {at + stretch.index(worst)}, but ids end at {EOT_TOKEN}")
     return gpt2.decode(stretch)
 
 

@@ -128,7 +128,7 @@ def write_shard(path: str | os.PathLike[str], tokens: np.ndarray) -> None:
 
 
 def make_folder(path: str | os.PathLike[str]) -> Path:
-    """`path` as a folder that can be written, made when missing; raises DataError saying what is in the way."""
+    """`path` as a folder that can be written, made when missing; raises DataError saying what is wrong."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
