@@ -65,33 +65,57 @@ def copy_from(mirror: Path, name: str, staging: Path) -> None:
         raise DataError(f"{mirror / name}: {error.strerror}") from None
 
 
-def fetch_from_hub(name: str, staging: Path) -> None:
-    """Fetches one shard into `staging`: from the hub's local cache if it is there and whole, else over the
-    network.
+def cached_by_hub(name: str) -> Path | None:
+    """Where the hub's client keeps a whole copy of `name` on this machine, if it does."""
+    from huggingface_hub import try_to_load_from_cache
+    path = try_to_load_from_cache(REPOSITORY, name, repo_type="dataset")
+    return Path(path) if isinstance(path, str) and not faults(Path(path).parent, [name]) else None
 
-    Raises DataError when the hub has no such file and Unreachable when it does not answer.
+
+def ask_hub(names: list[str]) -> None:
+    """Raises Unreachable unless the hub answers, or need not be asked because its cache holds all of `names`.
+
+    Asked here once, because the hub's client tries a dead network for half a minute before it says so.
     """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.utils import EntryNotFoundError, LocalEntryNotFoundError
-    cached = try_to_load_from_cache(REPOSITORY, name, repo_type="dataset")
-    if isinstance(cached, str) and not faults(Path(cached).parent, [name]):
-        shutil.copyfile(cached, staging / name)
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import EntryNotFoundError
+    name = next((name for name in names if not cached_by_hub(name)), None)
+    if name is None:
         return
     try:
+        get_hf_file_metadata(hf_hub_url(REPOSITORY, name, repo_type="dataset"))
+    except EntryNotFoundError:  # an answer; the file is reported when its turn comes
+        pass
+    except Exception as error:  # of requests, httpx or the system, by the client's version
+        raise Unreachable(short(error)) from None
+
+
+def fetch_from_hub(name: str, staging: Path) -> None:
+    """Fetches one shard into `staging`: from the hub's cache on this machine if it is there, else over the network.
+
+    Raises DataError when the hub has no such file or breaks off, Unreachable when it does not answer.
+    """
+    cached = cached_by_hub(name)
+    if cached:
+        shutil.copyfile(cached, staging / name)
+        return
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import EntryNotFoundError, LocalEntryNotFoundError
+    try:
         hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=staging)
-    except LocalEntryNotFoundError as error:  # how the hub's client reports that it could not ask
+    except LocalEntryNotFoundError as error:  # how the client says that it could not ask
         raise Unreachable(short(error.__cause__ or error)) from None
     except EntryNotFoundError:
         raise DataError(f"{name}: the dataset {REPOSITORY} has no such file there") from None
     except Exception as error:  # of requests, httpx, hf_xet or the system, by the client's version
-        raise Unreachable(short(error)) from None
+        raise DataError(f"{name}: {short(error)}") from None
 
 
 def fetch_verified(name: str, folder: Path, fetch: Callable[[str, Path], None]) -> None:
-    """Puts one shard into `folder`: fetched, verified, renamed; a damaged one is fetched a second time.
+    """Puts one shard into `folder`: fetched, verified, renamed; what goes wrong is tried a second time.
 
-    Raises DataError for a shard that is missing at the source or damaged twice, Unreachable for a dead
-    source.
+    Raises DataError for a shard that is missing at the source or damaged twice, and Unreachable, at once, for a
+    dead source.
     """
     staging = folder / STAGING
     for last in (False, True):
@@ -101,19 +125,17 @@ def fetch_verified(name: str, folder: Path, fetch: Callable[[str, Path], None]) 
             if not fault:
                 os.replace(staging / name, folder / name)
                 return
-            if last:
-                raise DataError(f"{name}: damaged at the source, fetched twice: {fault}")
-        except Unreachable:
+            raise DataError(f"{name}: damaged at the source, fetched twice: {fault}")
+        except DataError:
             if last:
                 raise
-        (staging / name).unlink(missing_ok=True)
+            (staging / name).unlink(missing_ok=True)
 
 
-def fetch_all(names: list[str], folder: Path,
-              fetch: Callable[[str, Path], None]) -> tuple[dict[str, str], str]:
+def fetch_all(names: list[str], folder: Path, fetch: Callable[[str, Path], None]) -> dict[str, str]:
     """Fetches `names` into `folder`, several at once, with a progress bar on a terminal.
 
-    Returns what failed, name to reason, and why the source could not be reached ('' when it was).
+    Returns what failed, name to reason; raises Unreachable as soon as the source does not answer.
     """
     from tqdm import tqdm
     staging = folder / STAGING
@@ -136,7 +158,6 @@ def fetch_all(names: list[str], folder: Path,
                 done.put((name, error))
 
     failed: dict[str, str] = {}
-    unreachable = ""
     finished_bytes = 0
     # daemon threads: an interrupt must not wait for transfers of 200 MB
     for _ in range(min(PARALLEL_FETCHES, len(names))):
@@ -155,17 +176,10 @@ def fetch_all(names: list[str], folder: Path,
                 finished_bytes += (folder / name).stat().st_size
             elif isinstance(error, DataError):
                 failed[name] = str(error)
-            elif isinstance(error, Unreachable):
-                unreachable = str(error)
-                failed[name] = f"{name}: {error}"
-                given_up.set()
-                break
             else:
+                given_up.set()
                 raise error
-    for name in names:
-        if name not in failed and not (folder / name).is_file():
-            failed[name] = f"{name}: not fetched"
-    return {name: failed[name] for name in names if name in failed}, unreachable
+    return {name: failed[name] for name in names if name in failed}
 
 
 def bytes_in(folder: Path) -> int:
@@ -247,15 +261,18 @@ def main() -> None:
             source, fetch = constants.ENDPOINT, fetch_from_hub
         print(f"fetching {len(found)} shards from {source} into {folder}", file=sys.stderr)
         try:
-            failed, unreachable = fetch_all(list(found), folder, fetch)
+            if not args.mirror:
+                ask_hub(list(found))
+            failed = fetch_all(list(found), folder, fetch)
+        except Unreachable as error:
+            missing = list(faults(folder, names))
+            raise DataError(
+                f"{source} could not serve {len(missing)} shards ({short_list(missing)}): {error}\n"
+                "They can also come from a mirror of the hub (HF_ENDPOINT=https://...), from a folder with the\n"
+                ".bin files (--from DIR), or from the hub's cache on this machine (HF_HUB_OFFLINE=1).\n"
+                "What was fetched is kept; the same command carries on.") from None
         finally:
             shutil.rmtree(folder / STAGING, ignore_errors=True)
-    if unreachable:
-        raise DataError(
-            f"{source} could not serve {len(failed)} shards ({short_list(list(failed))}): {unreachable}\n"
-            "They can also come from a mirror of the hub (HF_ENDPOINT=https://...), from a folder with the\n"
-            ".bin files (--from DIR), or from the hub's cache on this machine (HF_HUB_OFFLINE=1).\n"
-            "What was fetched is kept; the same command carries on.")
     if failed:
         raise DataError(f"{len(failed)} of {len(names)} shards could not be had from {source}; the others "
                         "are kept, and the same command tries again\n" + "\n".join(failed.values()))

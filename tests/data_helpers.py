@@ -101,8 +101,8 @@ class StandInHub:
     """
 
     def __init__(self, repository: str, files: dict[str, bytes],
-                 faults: dict[str, list[str]] | None = None) -> None:
-        self.repository, self.files, self.faults = repository, files, faults or {}
+                 faults: dict[str, list[str]] | None = None, slow: float = 1.0) -> None:
+        self.repository, self.files, self.faults, self.slow = repository, files, faults or {}, slow
         self.gets: list[str] = []
         self.most_at_once = self._now = 0
         self._lock = threading.Lock()
@@ -151,7 +151,7 @@ class StandInHub:
             self.gets.append(name)
             if pending:
                 pending.pop(0)
-        if fault == "broken":
+        if fault == "down" or fault == "broken" and body:
             return self._send(request, 500, {}, b"", body)
         if fault == "garbage":
             content = bytes(len(content))
@@ -167,7 +167,7 @@ class StandInHub:
             self._send(request, status, headers, sent[:len(sent) // 2], body)
             request.close_connection = True
             return None
-        return self._send(request, status, headers, sent, body, delay=1.0 if fault == "slow" else 0.0)
+        return self._send(request, status, headers, sent, body, delay=self.slow if fault == "slow" else 0.0)
 
     @staticmethod
     def _send(request: http.server.BaseHTTPRequestHandler, status: int, headers: dict[str, str],
