@@ -1,4 +1,4 @@
-"""Made-up logs for the tests of records/, in our script's shape, modded-nanogpt's, and as training would end early."""
+"""Made-up logs for the tests of records/: in our script's shape and in modded-nanogpt's."""
 
 from __future__ import annotations
 
@@ -67,18 +67,21 @@ def own_log(seed: int = 0, source: bytes = TRICKY_SOURCE, overrides: dict[str, o
             world_size: int = 8, recipe: str = "2025-09-16_Snoo", scale: str = "record", parent: str = "",
             text: bytes | None = None, **run: object) -> bytes:
     """A log as train_gpt_medium.py writes it."""
-    header = [f"run: {recipe}/{seed:03d}_{uuid_of(seed)}", "command: train_gpt_medium.py", f"recipe: {recipe}",
+    header = [f"run: {recipe}/{seed:03d}_{uuid_of(seed)}", "command: train_gpt_medium.py",
+              f"recipe: {recipe}",
               f"scale: {scale}", f"world_size: {world_size}", f"overrides: {json.dumps(overrides or {})}",
-              f"source_sha256: {hashlib.sha256(source).hexdigest()}", *([f"parent: {parent}"] if parent else []),
+              f"source_sha256: {hashlib.sha256(source).hexdigest()}",
+              *([f"parent: {parent}"] if parent else []),
               "python: 3.11.7", "pytorch: 2.9.0+cu126", "cuda: 12.6", "hyperparameter muon_lr: 0.027",
-              f"hyperparameter seed: {seed + 1000}", "data: a.bin 100 tokens", "data: b.bin 100 tokens", NVIDIA_SMI]
+              f"hyperparameter seed: {seed + 1000}", "data: a.bin 100 tokens", "data: b.bin 100 tokens",
+              NVIDIA_SMI]
     newline = b"" if source.endswith(b"\n") else b"\n"
     return (source + newline + LINE + ("\n".join(header) + "\n").encode() + LINE
             + (body(seed, **run) if text is None else text))  # type: ignore[arg-type]
 
 
 def published_log(seed: int = 0, source: bytes = TRICKY_PUBLISHED_SOURCE, **run: object) -> bytes:
-    """A log as modded-nanogpt's scripts write it: print0(code), so with an empty line before the separator."""
+    """A log as modded-nanogpt's scripts write it: print0(code), so an empty line before the separator."""
     header = ("Running Python 3.10.18 (main, Jun 4 2025) [GCC 13.3.0]\n"
               f"Running PyTorch 2.9.0.dev20250823+cu126 compiled for CUDA 12.6\n{NVIDIA_SMI}\n").encode()
     return source + b"\n" + LINE + header + LINE + body(seed, **run)  # type: ignore[arg-type]

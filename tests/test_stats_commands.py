@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from stats_helpers import (RECORDS, SMOOTHED, SNOO, TRICKY_PUBLISHED_SOURCE, TRICKY_SOURCE, body, own_log, published_log,
+from stats_helpers import (RECORDS, SMOOTHED, SNOO, TRICKY_PUBLISHED_SOURCE, TRICKY_SOURCE, body, own_log,
+                           published_log,
                            write_logs)
 
 import stats
@@ -25,7 +26,8 @@ STATS = RECORDS / "stats.py"
 
 
 def run(*words: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([sys.executable, STATS, *map(str, words)], capture_output=True, timeout=60, check=False,
+    return subprocess.run([sys.executable, STATS, *map(str, words)], capture_output=True, timeout=60,
+                          check=False,
                           env={**os.environ, **(env or {})})
 
 
@@ -51,7 +53,8 @@ def test_summary_of_a_folder_in_which_one_run_failed(runs: Path, capsys: pytest.
     failed = runs / "006_failed.txt"
     failed.write_bytes(own_log(6, text=b"step:1/200 train_time:250ms step_avg:250.00ms\n"))
     lines = printed(capsys, "summary", runs).splitlines()
-    assert [line.split()[0] for line in lines[1:7]] == sorted(p.name for p in runs.glob("*.txt") if p != failed)
+    names = sorted(path.name for path in runs.glob("*.txt") if path != failed)
+    assert [line.split()[0] for line in lines[1:7]] == names
     assert lines[-1] == f"refused: {failed}: no final validation: it ends at step 1 of 200, never validated"
     assert any(line.startswith("val loss") and "n 6 " in line for line in lines)
 
@@ -61,13 +64,14 @@ def test_summary_with_nothing_to_count_is_an_error_that_names_the_reasons(
     for name in "abcdefg":
         (tmp_path / f"{name}.txt").write_bytes(b"")
     err = printed(capsys, "summary", tmp_path, code=1)
-    assert err == ("stats.py: no run can be counted: " + "; ".join(f"{tmp_path}/{n}.txt: empty file" for n in "abcde")
-                   + "; and 2 more\n")
+    reasons = "; ".join(f"{tmp_path}/{name}.txt: empty file" for name in "abcde")
+    assert err == f"stats.py: no run can be counted: {reasons}; and 2 more\n"
 
 
 def test_the_three_formats_state_the_same_figures(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (runs / "a|b.txt").write_bytes(b"")
-    text, markdown = printed(capsys, "summary", runs), printed(capsys, "summary", runs, "--format", "markdown")
+    text, markdown = printed(capsys, "summary", runs), printed(capsys, "summary", runs, "--format",
+                                                               "markdown")
     s = json.loads(printed(capsys, "summary", runs, "--format", "json"))
     for shown in (text, markdown):
         for figure in (f"mean {s['loss']['mean']:.6f}", f"p {s['test']['p']:.5g}", f"n {s['loss']['n']}",
@@ -91,10 +95,12 @@ def test_summary_writes_a_runs_csv_that_gives_the_same_figures(runs: Path, tmp_p
     assert "exists already; --force" in printed(capsys, "summary", runs, "--csv", listed, code=1)
     printed(capsys, "summary", runs, "--csv", listed, "--force")
     (runs / "old.txt").write_bytes(b"s:0 tel:10.9857\ns:2 tel:2.9212\n")
-    assert "needs the train time of every run" in printed(capsys, "summary", runs, "--csv", tmp_path / "n", code=1)
+    assert "needs the train time of every run" in printed(capsys, "summary", runs, "--csv", tmp_path / "n",
+                                                          code=1)
 
 
-def test_summary_names_the_track_that_a_loss_belongs_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_names_the_track_that_a_loss_belongs_to(tmp_path: Path,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
     write_logs(tmp_path, 3, make=published_log, loss=3.279)
     assert "is far from the target 2.92" in printed(capsys, "summary", tmp_path)
     assert "far from" not in printed(capsys, "summary", tmp_path, "--target", "3.28")
@@ -105,12 +111,13 @@ def test_summary_names_the_track_that_a_loss_belongs_to(tmp_path: Path, capsys: 
 
 
 def test_plan_from_a_pilot_and_from_mean_and_sd(capsys: pytest.CaptureFixture[str]) -> None:
-    pilot = json.loads(printed(capsys, "plan", SNOO, "--price", "24", "--overhead", "6.6", "--format", "json"))
+    pilot = json.loads(printed(capsys, "plan", SNOO, "--price", "24", "--overhead", "6.6", "--format",
+                               "json"))
     assert [row["runs"] for row in pilot["plan"]] == [22, 38, 58]
     assert all(row["cautious"]["runs"] > row["runs"] for row in pilot["plan"])
     first = pilot["plan"][0]
     assert first["minutes"] == pytest.approx(22 * (1404029.93 / 6e4 + 6.6))
-    assert first["money"] == pytest.approx(first["minutes"] / 60 * 24), "the price is of an hour of the whole machine"
+    assert first["money"] == pytest.approx(first["minutes"] / 60 * 24), "the price is an hour's"
     given = json.loads(printed(capsys, "plan", "--mean", "2.919616", "--sd", "0.0007156", "--format", "json"))
     assert [row["runs"] for row in given["plan"]] == [22, 38, 58]
     assert given["plan"][0]["minutes"] is None
@@ -120,17 +127,19 @@ def test_plan_from_a_pilot_and_from_mean_and_sd(capsys: pytest.CaptureFixture[st
 def test_plan_warns_of_peeking_and_of_what_cannot_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "plan", "--mean", "2.921", "--sd", "0.0007", "--looks", "10")
     assert "no number of runs will show that it is" in text and text.count("never") == 3
-    assert "WARNING: fix the number of runs before the first one. Stopping at the first p < 0.01 is not" in text
+    assert "Stopping at the first p < 0.01 is not a test at 0.01:" in text
     assert "with a look after each of runs 2 to 10, a change worth nothing passes in " in text
     assert "is not that\ntest" in stats.__doc__
     assert "over 10^6" in printed(capsys, "plan", "--mean", "2.9199999", "--sd", "0.0007")
 
 
 @pytest.mark.parametrize("words, reason", [
-    ([], "either pilot runs"), (["--mean", "2.9"], "either pilot runs"), ([SNOO, "--mean", "2.9"], "either pilot runs"),
+    ([], "either pilot runs"), (["--mean", "2.9"], "either pilot runs"),
+    ([SNOO, "--mean", "2.9"], "either pilot runs"),
     ([SNOO, "--mean", "2.9", "--sd", "0.1"], "either pilot runs"),
     (["--mean", "2.9", "--sd", "0.1", "--price", "20"], "--price needs --minutes")])
-def test_plan_refuses_what_makes_no_plan(words: list[object], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_what_makes_no_plan(words: list[object], reason: str,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
     assert reason in printed(capsys, "plan", *words, code=1)
 
 
@@ -139,8 +148,10 @@ def test_compare_the_published_records(capsys: pytest.CaptureFixture[str]) -> No
     assert "B - A +0.000204, 95 % interval -0.000189 to +0.000597" in text
     assert "A reaches 2.92 at step 5686.8, 1406.7 s\nB reaches 2.92 at step 5590.7, 1392.2 s\n" in text
     assert "same loss: B 1.69 % sooner in steps, B 1.03 % sooner in train time" in text
-    assert ["125", "4.290908", "4.287957", "-0.002951", "28446", "28496"] in [x.split() for x in text.splitlines()]
-    result = json.loads(printed(capsys, "compare", SNOO / "runs.csv", SMOOTHED, "--format", "json", "--loss", "3"))
+    assert ["125", "4.290908", "4.287957", "-0.002951", "28446",
+            "28496"] in [x.split() for x in text.splitlines()]
+    result = json.loads(printed(capsys, "compare", SNOO / "runs.csv", SMOOTHED, "--format", "json", "--loss",
+                                "3"))
     assert result["tests"]["val_loss"]["n_b"] == 160
     assert result["reach"]["loss"] == 3.0
     assert len(result["curves"]) == 45, "steps 0 to 5500; the last step differs"
@@ -183,7 +194,8 @@ def test_source_is_byte_identical_on_stdout_and_in_a_file(source: bytes, tmp_pat
     assert out.read_bytes() == source
 
 
-def test_source_of_a_published_log_and_of_none(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_source_of_a_published_log_and_of_none(tmp_path: Path,
+                                               capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     (tmp_path / "a.txt").write_bytes(published_log(1))
     (tmp_path / "b.txt").write_bytes(body(1))
     assert stats.main(["source", str(tmp_path / "a.txt")]) == 0
@@ -197,9 +209,11 @@ OVERRIDES = {"snoo_k": 14, "muon_lr": 0.03, "snoo": False, "run_name": "a b'c; $
              "adam_eps": 1e-10, "train_files": "data/x_*.bin"}
 
 
-def test_rerun_prints_the_command_that_repeats_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rerun_prints_the_command_that_repeats_the_run(tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log.txt"
-    log.write_bytes(own_log(7, overrides=OVERRIDES, world_size=4, recipe="2025-11-02-Smear-MTP", scale="rehearsal",
+    log.write_bytes(own_log(7, overrides=OVERRIDES, world_size=4, recipe="2025-11-02-Smear-MTP",
+                            scale="rehearsal",
                             parent="records/a.txt"))
     assert stats.main(["rerun", str(log)]) == 0
     out, err = capsys.readouterr()
@@ -215,11 +229,12 @@ def test_rerun_prints_the_command_that_repeats_the_run(tmp_path: Path, capsys: p
 
 
 def test_the_printed_words_are_what_the_training_script_resolves() -> None:
-    """The command of `rerun` goes through the training script's own parser and gives the overrides of the log."""
+    """The command of `rerun` goes through the training script's own parser and gives the log's overrides."""
     sys.path.insert(0, str(RECORDS.parent))
     import train_gpt_medium as script
 
-    overrides = {"snoo_k": 14, "muon_lr": 0.03, "snoo": False, "update_smoothing_start": None, "run_name": "a b",
+    overrides = {"snoo_k": 14, "muon_lr": 0.03, "snoo": False, "update_smoothing_start": None,
+                 "run_name": "a b",
                  "adam_eps": 1e-10}
     facts = {"recipe": "2025-09-16_Snoo", "scale": "rehearsal", "world_size": "1",
              "overrides": json.dumps(overrides), "hyperparameter seed": "12"}
@@ -251,7 +266,8 @@ def test_diff_shows_source_and_hyperparameters(tmp_path: Path, capsys: pytest.Ca
     b.write_bytes(own_log(2, source=b"x = 1\ny = 3\x1b[2J\n", overrides={"snoo_k": 14}).replace(
         b"muon_lr: 0.027", b"muon_lr: 0.03").replace(b"b.bin 100", b"b.bin 101"))
     text = printed(capsys, "diff", a, b)
-    assert text == (f"--- {a} (script)\n+++ {b} (script)\n@@ -1,3 +1,3 @@\n x = 1\n-y = 2\n+y = 3\\x1b[2J\n \n\n"
+    assert text == (f"--- {a} (script)\n+++ {b} (script)\n@@ -1,3 +1,3 @@\n x = 1\n-y = 2\n"
+                    "+y = 3\\x1b[2J\n \n\n"
                     'overrides: {} -> {"snoo_k": 14}\nhyperparameter muon_lr: 0.027 -> 0.03\n'
                     "hyperparameter seed: 1001 -> 1002\n"
                     "data: a.bin 100 tokens; b.bin 100 tokens -> a.bin 100 tokens; b.bin 101 tokens\n")
@@ -271,7 +287,8 @@ def png_size(data: bytes) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])
 
 
-def test_plot_is_a_png_of_the_stated_size(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_is_a_png_of_the_stated_size(runs: Path, tmp_path: Path,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "curves.png"
     printed(capsys, "plot", runs, SNOO, "--published", "-o", out)
     assert png_size(out.read_bytes()) == (1600, 1200) == tuple(int(x * DPI) for x in SIZE_INCHES)
@@ -316,7 +333,8 @@ def test_plot_of_other_kinds_and_of_runs_without_a_curve(kind: str, start: bytes
     assert (tmp_path / f"p.{kind}").read_bytes().startswith(start)
 
 
-def test_plot_refuses_a_kind_it_cannot_write(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_refuses_a_kind_it_cannot_write(runs: Path, tmp_path: Path,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
     assert "must end in .png, .svg or .pdf" in printed(capsys, "plot", runs, "-o", tmp_path / "x.doc", code=1)
     assert "cannot be written" in printed(capsys, "plot", runs, "-o", tmp_path / "no" / "x.png", code=1)
 
@@ -330,12 +348,14 @@ def test_the_committed_table_is_what_table_makes(capsys: pytest.CaptureFixture[s
 
 
 def test_table_rows_are_ranked_by_time_and_quoted_rows_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed(capsys, "table").splitlines()[2:]]
+    lines = printed(capsys, "table").splitlines()[2:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [row[0] for row in rows] == [str(i) for i in range(1, 11)]
     minutes = [float(row[1]) for row in rows]
     assert minutes == sorted(minutes)
     assert minutes == [17.35, 22.98, 22.99, 23.03, 23.08, 23.14, 23.28, 23.45, 24.07, 348.0]
-    assert ["(quoted)" in row[2] for row in rows] == [True, True, False, False, False, False, False, True, False, True]
+    assert ["(quoted)" in row[2] for row in rows] == [True, True, False, False, False, False, False, True,
+                                                      False, True]
     snoo = rows[6]
     assert snoo[2:] == ["[2025-09-16_Snoo](track_2_medium/2025-09-16_Snoo/)", "2025-09-16", "30", "2.919616",
                         "0.000716", "0.0032", "23.40",
@@ -362,12 +382,14 @@ def test_a_new_record_folder_enters_the_table_and_a_stale_table_is_found(
     after = (records / "README.md").read_text()
     mine = [line for line in after.splitlines() if "2026-01-02_Mine" in line]
     assert len(mine) == 1
-    assert mine[0].startswith("| 1 | 0.83 | [2026-01-02_Mine](track_2_medium/2026-01-02_Mine/) | 2026-01-02 | 4 | 2.91")
+    link = "[2026-01-02_Mine](track_2_medium/2026-01-02_Mine/)"
+    assert mine[0].startswith(f"| 1 | 0.83 | {link} | 2026-01-02 | 4 | 2.91")
     assert mine[0].endswith("log.txt.gz) |")
     outside = [text.split(stats.BEGIN)[0] + text.split(stats.END)[1] for text in (before, after)]
     assert outside[0] == outside[1], "only what is between the markers changes"
     printed(capsys, "table", "--check", "--records", records)
-    for text, reason in ((after.replace(stats.END, ""), "must have one line"), (stats.END + stats.BEGIN, "must have")):
+    for text, reason in ((after.replace(stats.END, ""), "must have one line"),
+                         (stats.END + stats.BEGIN, "must have")):
         (records / "README.md").write_text(text)
         assert reason in printed(capsys, "table", "--write", "--records", records, code=1)
     (records / "quoted.csv").write_text("date,record,minutes\n,x,fast\n")
@@ -386,7 +408,8 @@ def test_the_copies_of_the_published_figures_have_not_changed() -> None:
 # The command line
 
 
-@pytest.mark.parametrize("command", ["summary", "bootstrap", "plan", "compare", "plot", "source", "rerun", "diff",
+@pytest.mark.parametrize("command", ["summary", "bootstrap", "plan", "compare", "plot", "source", "rerun",
+                                     "diff",
                                      "table"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -398,20 +421,24 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert units.get(command, "nats") in text
 
 
-@pytest.mark.parametrize("words", [["summary"], ["summary", ".", "--target", "nan"], ["summary", ".", "--target", "x"],
-                                   ["bootstrap", ".", "--size", "1"], ["bootstrap", ".", "--resamples", "1e3"],
+@pytest.mark.parametrize("words", [["summary"], ["summary", ".", "--target", "nan"],
+                                   ["summary", ".", "--target", "x"],
+                                   ["bootstrap", ".", "--size", "1"],
+                                   ["bootstrap", ".", "--resamples", "1e3"],
                                    ["bootstrap", ".", "--seed", "-1"], ["plan", "--sd", "0", "--mean", "2.9"],
                                    ["plan", "--sd", "inf", "--mean", "2.9"], ["plan", ".", "--price", "-1"],
                                    ["compare", "."], ["nothing"], [], ["table", "--write", "--check"],
                                    ["summary", ".", "--format", "xml"]])
-def test_a_wrong_option_ends_with_2_and_a_message(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_ends_with_2_and_a_message(words: list[str],
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         stats.main(words)
     assert ended.value.code == 2
     assert "error:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["summary"], ["bootstrap"], ["plan"], ["plot"], ["compare", SNOO], ["source"],
+@pytest.mark.parametrize("command", [["summary"], ["bootstrap"], ["plan"], ["plot"], ["compare", SNOO],
+                                     ["source"],
                                      ["rerun"], ["diff", SNOO / "curve.csv"]])
 @pytest.mark.parametrize("path, reason", [("nowhere.txt", "no such file"), ("x" * 5000, ""), (".", "")])
 def test_a_wrong_path_ends_with_1_and_one_line(command: list[object], path: str, reason: str, tmp_path: Path,

@@ -17,11 +17,16 @@ from runlog import LogError, Run
 from samples import UserError, read_curve_csv, read_runs_csv
 
 PIECES = st.sampled_from([
-    LINE, LINE[:-1], b"=" * 99 + b"\n", b"Running Python 3.10\n", b"Running PyTorch 2.9 compiled\n", b"\r\n", b"\n",
-    b"source_sha256: " + b"0" * 64 + b"\n", b"step:", b"step:0/10", b"step:10/10 val_loss:2.9 train_time:5ms\n", b"|",
-    b"step:5/10 val_loss:nan train_time:5ms step_avg:1ms\n", b"step:1/10 train_time:1ms step_avg:1.00ms\n", b"s:3 tel:2.9\n",
-    b"s:2 trl:3\n", b"val loss 3.1\n", b"step 3/4 | train loss 5\n", b"peak memory allocated: 5 MiB reserved: 6 MiB\n",
-    b"interrupted at step 17: resume\n", b"\x1f\x8b", b"\0", b"\xff", b"val_loss,train_time_ms\n2.9,5\n", b'"', b",",
+    LINE, LINE[:-1], b"=" * 99 + b"\n", b"Running Python 3.10\n", b"Running PyTorch 2.9 compiled\n", b"\r\n",
+    b"\n",
+    b"source_sha256: " + b"0" * 64 + b"\n", b"step:", b"step:0/10",
+    b"step:10/10 val_loss:2.9 train_time:5ms\n", b"|",
+    b"step:5/10 val_loss:nan train_time:5ms step_avg:1ms\n", b"step:1/10 train_time:1ms step_avg:1.00ms\n",
+    b"s:3 tel:2.9\n",
+    b"s:2 trl:3\n", b"val loss 3.1\n", b"step 3/4 | train loss 5\n",
+    b"peak memory allocated: 5 MiB reserved: 6 MiB\n",
+    b"interrupted at step 17: resume\n", b"\x1f\x8b", b"\0", b"\xff", b"val_loss,train_time_ms\n2.9,5\n",
+    b'"', b",",
     b"step,val_loss,train_time_ms\n", b"overrides: {", b"import torch\n", b"9" * 5000, own_log(1, steps=3),
     published_log(2, steps=3), body(3, steps=2)])
 FILES = st.one_of(st.binary(max_size=300), st.lists(PIECES, max_size=12).map(b"".join),
@@ -84,9 +89,11 @@ def test_any_bytes_through_the_commands(a: bytes, b: bytes) -> None:
         one, two, listed = (str(Path(folder) / name) for name in ("a.txt", "b.txt", "runs.csv"))
         for name, data in ((one, a), (two, b), (listed, b)):
             Path(name).write_bytes(data)
-        for words in (["summary", one, two, listed], ["summary", folder, "--format", "json"], ["diff", one, two],
+        for words in (["summary", one, two, listed], ["summary", folder, "--format", "json"],
+                      ["diff", one, two],
                       ["compare", one, listed], ["rerun", one], ["bootstrap", folder, "--resamples", "5"],
-                      ["source", one, "-o", str(Path(folder) / "x.py")], ["plan", folder, "--simulations", "100"]):
+                      ["source", one, "-o", str(Path(folder) / "x.py")],
+                      ["plan", folder, "--simulations", "100"]):
             assert stats.main(words) in (0, 1), words
 
 

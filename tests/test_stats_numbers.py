@@ -1,4 +1,4 @@
-"""The published figures to all printed digits; every formula against scipy.stats on random data; degenerate samples."""
+"""The published figures to all printed digits, every formula against scipy.stats, degenerate samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from scipy import stats as oracle
 from stats_helpers import RECORDS, SMOOTHED, SNOO
 
 import stats
-from inference import (ALPHA, Degenerate, bootstrap_p, describe, half_interval, peeking, power, runs_needed, t_test,
+from inference import (ALPHA, Degenerate, bootstrap_p, describe, half_interval, peeking, power, runs_needed,
+                       t_test,
                        welch)
 from samples import Group, gather, mean_curve
 from stats import reach
@@ -31,7 +32,8 @@ def losses_of(folder: Path) -> list[float]:
 def test_snoo_summary_prints_the_published_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert stats.main(["summary", str(SNOO / "runs.csv")]) == 0
     text = capsys.readouterr().out
-    for figure in ("n 30 ", "mean 2.919616 ", "sd 0.0007156 ", "min 2.917969 ", "max 2.921223 ", "p 0.0032016\n",
+    for figure in ("n 30 ", "mean 2.919616 ", "sd 0.0007156 ", "min 2.917969 ", "max 2.921223 ",
+                   "p 0.0032016\n",
                    "time 1404029.93 +- 1523.80 ms (23.400 +- 0.025 min)", "248.94 ms a step",
                    "p 0.0032016 < 0.01: mean loss below 2.92"):
         assert figure in text, figure
@@ -48,11 +50,12 @@ def test_smoothed_snoo_summary_prints_the_published_figures(capsys: pytest.Captu
     assert len(text.splitlines()) < 10
 
 
-def test_bootstrap_of_the_smoothed_losses_gives_the_published_share(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bootstrap_gives_the_published_share(capsys: pytest.CaptureFixture[str]) -> None:
     losses = losses_of(SMOOTHED)
     for seed in range(5):  # published: 85.40 % of 1000 draws of 40
         assert (bootstrap_p(losses, 40, 1000, seed) < ALPHA).mean() == pytest.approx(0.85, abs=0.03)
-    stats.main(["bootstrap", str(SMOOTHED), "--size", "40", "--resamples", "1000", "--seed", "0", "--format", "json"])
+    stats.main(["bootstrap", str(SMOOTHED), "--size", "40", "--resamples", "1000", "--seed", "0", "--format",
+                "json"])
     result = json.loads(capsys.readouterr().out)
     p = bootstrap_p(losses, 40, 1000, 0)
     assert result["share_below_alpha"] == (p < ALPHA).mean()
@@ -114,20 +117,24 @@ def test_bootstrap_p_is_the_t_test_of_each_draw() -> None:
     losses = losses_of(SNOO)
     p = bootstrap_p(losses, 7, 50, 5)
     draws = np.array(losses)[np.random.default_rng(5).integers(30, size=(50, 7))]
-    np.testing.assert_allclose(p, oracle.ttest_1samp(draws, 2.92, axis=1, alternative="less").pvalue, rtol=1e-9)
+    np.testing.assert_allclose(p, oracle.ttest_1samp(draws, 2.92, axis=1, alternative="less").pvalue,
+                               rtol=1e-9)
 
 
-@pytest.mark.parametrize("n, mean, sd", [(2, 2.9, 0.01), (5, 2.9195, 0.0007), (30, 2.9196, 0.0007), (40, 2.92, 0.001),
+@pytest.mark.parametrize("n, mean, sd", [(2, 2.9, 0.01), (5, 2.9195, 0.0007), (30, 2.9196, 0.0007),
+                                         (40, 2.92, 0.001),
                                          (400, 2.9199, 0.0008)])
 def test_power_agrees_with_scipys_noncentral_t_and_with_simulation(n: int, mean: float, sd: float) -> None:
     shift = (2.92 - mean) / sd * math.sqrt(n)
-    assert power(n, mean, sd) == pytest.approx(oracle.nct.sf(oracle.t.isf(0.01, n - 1), n - 1, shift), abs=1e-8)
+    assert power(n, mean, sd) == pytest.approx(oracle.nct.sf(oracle.t.isf(0.01, n - 1), n - 1, shift),
+                                               abs=1e-8)
     draws = np.random.default_rng(0).normal(mean, sd, size=(4000, n))
     share = (oracle.ttest_1samp(draws, 2.92, axis=1, alternative="less").pvalue < 0.01).mean()
     assert power(n, mean, sd) == pytest.approx(share, abs=0.03)
 
 
-@pytest.mark.parametrize("mean, sd, probability", [(2.9196, 0.0007, 0.8), (2.9, 0.001, 0.5), (2.9199, 0.0008, 0.95)])
+@pytest.mark.parametrize("mean, sd, probability", [(2.9196, 0.0007, 0.8), (2.9, 0.001, 0.5),
+                                                   (2.9199, 0.0008, 0.95)])
 def test_runs_needed_is_the_fewest(mean: float, sd: float, probability: float) -> None:
     n = runs_needed(probability, mean, sd)
     assert power(n, mean, sd) >= probability
@@ -148,7 +155,8 @@ def test_peeking_agrees_with_a_plain_simulation() -> None:
     assert ours["false_positive_rate"] == pytest.approx((smallest < 0.01).mean(), abs=0.006)
     assert ours["false_positive_rate"] > 0.03, "peeking is far from a test at 0.01"
     assert (smallest < ours["threshold"]).mean() == pytest.approx(0.01, abs=0.003)
-    assert peeking(2, 20_000, 1)["false_positive_rate"] == pytest.approx(0.01, abs=0.003), "one look is the test"
+    assert peeking(2, 20_000,
+                   1)["false_positive_rate"] == pytest.approx(0.01, abs=0.003), "one look is the test"
 
 
 def test_half_interval_is_scipys() -> None:
@@ -160,7 +168,8 @@ def test_half_interval_is_scipys() -> None:
 
 
 @pytest.mark.parametrize("losses, words", [
-    ([], "runs here: 0"), ([2.919], "runs here: 1"), ([2.9196] * 3, "variance is zero"), ([0.1] * 10, "variance is zero"),
+    ([], "runs here: 0"), ([2.919], "runs here: 1"), ([2.9196] * 3, "variance is zero"),
+    ([0.1] * 10, "variance is zero"),
     ([2.9, math.nan], "NaN"), ([2.9, math.inf, 2.8], "NaN or infinite")])
 def test_degenerate_samples_get_a_sentence_and_no_number(losses: list[float], words: str) -> None:
     for test in (t_test, lambda x: bootstrap_p(x, 5, 10, 0)):
@@ -176,7 +185,8 @@ def test_welch_refuses_where_neither_side_varies() -> None:
     assert welch([2.9, 2.9], [2.8, 2.7], "val_loss")["df"] == pytest.approx(1)
 
 
-@pytest.mark.parametrize("rows, words", [("2.9196\n", "No test: a spread takes at least 2 runs; runs here: 1."),
+@pytest.mark.parametrize("rows, words",
+                         [("2.9196\n", "No test: a spread takes at least 2 runs; runs here: 1."),
                                          ("2.9196\n2.9196\n2.9196\n", "rounded too far (to 4 digits, say)")])
 @pytest.mark.parametrize("form", ["text", "markdown", "json"])
 def test_summary_refuses_a_degenerate_test_and_still_counts(rows: str, words: str, form: str, tmp_path: Path,
@@ -206,7 +216,8 @@ CURVE = [(0, 10.0, 0.0), (100, 4.0, 1000.0), (200, 3.0, 2100.0)]
 
 
 @pytest.mark.parametrize("loss, expected", [(10.0, (0.0, 0.0)), (11.0, (0.0, 0.0)), (7.0, (50.0, 500.0)),
-                                            (4.0, (100.0, 1000.0)), (3.25, (175.0, 1825.0)), (3.0, (200.0, 2100.0)),
+                                            (4.0, (100.0, 1000.0)), (3.25, (175.0, 1825.0)),
+                                            (3.0, (200.0, 2100.0)),
                                             (2.99, None)])
 def test_reach_interpolates_between_validations(loss: float, expected: tuple[float, float] | None) -> None:
     assert reach(CURVE, loss) == expected

@@ -1,5 +1,5 @@
-"""The parser torture set: every log that must count does, every one that must not is refused with its reason, alone
-and in a folder of good ones; what only looks like a run in an embedded script never counts."""
+"""The parser torture set: every log that must count does, every one that must not is refused with its reason,
+alone and in a folder of good ones; what only looks like a run in an embedded script never counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 
 import pytest
-from stats_helpers import (LINE, TRICKY_PUBLISHED_SOURCE, TRICKY_SOURCE, body, own_log, published_log, uuid_of,
+from stats_helpers import (LINE, TRICKY_PUBLISHED_SOURCE, TRICKY_SOURCE, body, own_log, published_log,
+                           uuid_of,
                            write_logs)
 
 import runlog
@@ -28,7 +29,7 @@ def final(data: bytes) -> tuple[float, float]:
 # ---------------------------------------------------------------------------------------------------------
 # What must count
 
-OLD_HEADER = (LINE + b"import torch\n" + LINE + b"Running pytorch 2.4.0 compiled for CUDA 12.1\nnvidia-smi:\n" + LINE)
+OLD_HEADER = LINE + b"import torch\n" + LINE + b"Running pytorch 2.4.0 compiled for CUDA 12.1\n" + LINE
 PLAIN = published_log(1)
 GOOD = {
     "ours": (own_log(1), None),
@@ -42,7 +43,8 @@ GOOD = {
     "another length": (own_log(1, steps=7, every=3), None),
     "one step": (own_log(1, steps=1), None),
     "a resumed run": (own_log(1, start=100), None),
-    "remarks": (own_log(1, text=b"warm-up 10 steps\n" + body(1) + b"final val_loss 2.9 lies 0.1 sd below\n"), None),
+    "remarks": (own_log(1, text=b"warm-up 10 steps\n" + body(1) + b"final val_loss 2.9 lies 0.1 sd below\n"),
+                None),
     "comparison with a curve": (own_log(1, text=body(1).replace(
         b"step:200/200 val_loss:", b"step:200/200 val_loss:").replace(
         b"ms\npeak", b"ms published:2.919060 delta:-0.0012\npeak")), None),
@@ -60,8 +62,8 @@ GOOD = {
                          b"peak memory consumption: 33815 MiB\n", (3.279, 400.0, 2)),
     "2024: no time": (OLD_HEADER + b"step:0/2 val_loss:10.8\nstep:2/2 val_loss:3.2790\n", (3.279, None, 2)),
     "llm.c main.log": (b"s:0 tel:10.9857\ns:0 trl:10.98\ns:1 trl:9.1\ns:2 tel:2.9212\n", (2.9212, None, 2)),
-    "llm.c console": (b"val loss 10.98\nstep 1/2 | train loss 9.1 | 50 ms\nstep 2/2 | train loss 8.1 | 50 ms\n"
-                      b"val loss 2.921234\n", (2.921234, None, 2)),
+    "llm.c console": (b"val loss 10.98\nstep 1/2 | train loss 9.1 | 50 ms\n"
+                      b"step 2/2 | train loss 8.1 | 50 ms\nval loss 2.921234\n", (2.921234, None, 2)),
     "nanoGPT console": (b"step 0: train loss 10.9, val loss 10.98\niter 0: loss 10.9\n"
                         b"step 2000: train loss 2.95, val loss 2.9612\n", (2.9612, None, 2000)),
 }
@@ -95,11 +97,13 @@ def test_our_header_is_read() -> None:
 
 def test_a_published_header_gives_the_versions_and_the_number_of_gpus() -> None:
     run = runlog.parse_log(published_log(3), f"{uuid_of(3)}.txt")
-    assert run.facts == {"pytorch": "2.9.0.dev20250823+cu126", "gpu": "NVIDIA H100 80GB HBM3", "world_size": "8"}
+    assert run.facts == {"pytorch": "2.9.0.dev20250823+cu126", "gpu": "NVIDIA H100 80GB HBM3",
+                         "world_size": "8"}
     assert run.uuid == uuid_of(3)
 
 
-@pytest.mark.parametrize("source", [b"", b"\n", b"\n\n", b"x", b"x\n", b"x\n\n", b"x\r\n", b"x\r\ny", LINE, LINE * 2,
+@pytest.mark.parametrize("source", [b"", b"\n", b"\n\n", b"x", b"x\n", b"x\n\n", b"x\r\n", b"x\r\ny", LINE,
+                                    LINE * 2,
                                     LINE[:-1], b"x\n" + LINE[:-1], TRICKY_SOURCE, TRICKY_SOURCE[:-1],
                                     own_log(5), own_log(5)[:-1], b"caf\xe9\n", "café ⇒\n".encode()])
 def test_the_source_of_our_log_is_cut_out_byte_for_byte(source: bytes) -> None:
@@ -124,6 +128,8 @@ BAD = {
                     "no final validation: interrupted at step 150 of 200"),
     "interrupted before the first validation": (HEAD + b"interrupted at step 0: nothing was saved\n",
                                                 "no final validation: interrupted at step 0"),
+    "a val loss without steps": (b"val loss 2.9\n", "a val loss without steps"),
+    "val losses without steps": (b"val loss 3.9\nval loss 2.9\n", "several runs in one file, or no steps"),
     "never validated": (HEAD + b"step:1/2 train_time:5ms step_avg:5.00ms\n", "never validated"),
     "no step line": (HEAD + b"warming up\n", "no validation in it"),
     "llm.c without its end": (b"s:0 tel:10.9\ns:1 trl:10.1\ns:2 trl:9.8\n", "last validation at step 0 of 2"),
@@ -151,15 +157,18 @@ BAD = {
     "two published runs": (published_log(1) + published_log(2), "several runs in one file"),
     "two bodies": (HEAD + body(1) + body(2), "several runs in one file"),
     "two lengths": (HEAD + body(1, steps=100) + body(1, start=100), "several runs in one file"),
-    "a killed run, then a whole one": (published_log(1)[:-9000] + b"\n" + published_log(2), "several runs in one file"),
+    "a killed run, then a whole one": (published_log(1)[:-9000] + b"\n" + published_log(2),
+                                       "several runs in one file"),
     "ours without steps, then ours": (HEAD + own_log(2), "several runs in one file"),
     "two runs without headers": (b"a = 1\n" + LINE + body(1) + b"b = 1\n" + LINE + body(2),
                                  "several runs in one file"),
-    "a validation twice": (HEAD + body(1).replace(b"peak", FINAL.search(body(1))[0] + b" step_avg:1.00ms\npeak"),
+    "a validation twice": (HEAD + body(1).replace(b"peak", FINAL.search(body(1))[0] + b"\npeak"),
                            "several runs in one file"),
-    "past the end": (HEAD + b"step:9/8 val_loss:2.9 train_time:5ms step_avg:1.00ms\n", "damaged: step 9 of 8"),
+    "past the end": (HEAD + b"step:9/8 val_loss:2.9 train_time:5ms step_avg:1.00ms\n",
+                     "damaged: step 9 of 8"),
     "clock goes back": (HEAD + b"step:0/2 val_loss:9 train_time:50ms step_avg:1.00ms\n"
-                        b"step:2/2 val_loss:3 train_time:40ms step_avg:1.00ms\n", "train_time goes back at step 2"),
+                        b"step:2/2 val_loss:3 train_time:40ms step_avg:1.00ms\n",
+                        "train_time goes back at step 2"),
     "a field damaged": (HEAD + body(1).replace(b"step:100/200 val_loss:", b"step:100/200 val_lo:", 1)
                         .replace(b"train_time", b"train_tim", 40), "is not a step line"),
     "a loss missing": (HEAD + UNFINISHED + NAN_LINE % b"", "is not a step line"),
@@ -245,7 +254,8 @@ def test_a_refused_log_does_not_hide_the_whole_one_of_the_same_run(tmp_path: Pat
     (own_log(9, scale="rehearsal"), "scales differ"),
     (own_log(9, overrides={"snoo_k": 14}), "overrides differ"),
     (own_log(9, steps=100), "numbers of steps differ"),
-    (own_log(9, loss=3.279), "targets differ within the group, so these runs are not one sample: 2.92 (3), 3.28 (1)"),
+    (own_log(9, loss=3.279),
+     "targets differ within the group, so these runs are not one sample: 2.92 (3), 3.28 (1)"),
     (own_log(9, world_size=4), "world sizes differ"),
     (own_log(9).replace(b"pytorch: 2.9.0", b"pytorch: 2.8.0"), "PyTorch versions differ"),
     (own_log(9).replace(b"NVIDIA H100 80GB HBM3 ", b"NVIDIA A100 80GB PCIe "), "GPUs differ"),
@@ -287,7 +297,8 @@ def test_many_logs_are_read_by_several_processes_with_the_same_result(tmp_path: 
     ("val_loss,train_time_ms\n2.92,1400000\n1400000,2.91\n", 1, "the columns are swapped"),
     ("val_loss,train_time_ms\n2.92,1400000\n0,5\n", 1, "not a loss in nats"),
     ("val_loss,train_time_ms\n2.92,1400000\n2.9,-5\n", 1, "not a loss in nats"),
-    ("val_loss,train_time_ms\n2.92,1400000\n2.92,1400000\n", 1, "counted already: the same loss and train time"),
+    ("val_loss,train_time_ms\n2.92,1400000\n2.92,1400000\n", 1,
+     "counted already: the same loss and train time"),
     ("val_loss\n2.92\ninf\n", 1, "not the numbers"),
     ("val_loss\n2.92\n1e999\n", 1, "not the numbers"),
     ("\ufeffval_loss , train_time_ms\r\n2.92 , 1400000\r\n\r\n\"2.93\",5\r\n٣,1\r\n", 2, "not the numbers"),
@@ -303,8 +314,10 @@ def test_a_bad_row_of_a_runs_csv_is_refused_and_the_others_count(text: str, kept
 
 @pytest.mark.parametrize("text, reason", [
     ("", "empty file"), ("\n\n", "empty file"), ("2.92,1400000\n", "its first line must be"),
-    ("train_time_ms,val_loss\n1400000,2.92\n", "its first line must be"), ("val_loss,train_time_ms\n", "no run"),
-    ("step,val_loss,train_time_ms\n1,2,3\n", "its first line must be"), ("val_loss\n" + "9" * 200_000, "not a csv"),
+    ("train_time_ms,val_loss\n1400000,2.92\n", "its first line must be"),
+    ("val_loss,train_time_ms\n", "no run"),
+    ("step,val_loss,train_time_ms\n1,2,3\n", "its first line must be"),
+    ("val_loss\n" + "9" * 200_000, "not a csv"),
 ])
 def test_a_file_that_is_no_runs_csv_is_refused(text: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "runs.csv").write_text(text)
