@@ -28,6 +28,7 @@ Standard library only, so that a worker process starts at once.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import json
@@ -49,10 +50,7 @@ PUBLISHED_HEADER = re.compile(rb"\s*Running py(?:thon|torch) ", re.I)
 PYTHON_SOURCE = re.compile(rb"^(?:import \w|from \w[\w.]* import )", re.M)
 UUID = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}", re.I)
 # Lengths are bounded so that no line of digits, however long, reaches int() or float().
-# PLAIN_LINE is the shape of nearly every line, for speed; a log with any other step line is read by STEP_LINE:
-# at least one field, and no field in a shape that its groups did not take. Both have the same groups.
-PLAIN_LINE = re.compile(rb"\nstep:(\d{1,9})/(\d{1,9}) (?:val_loss:(\S{1,40}) )?train_time:(\d{1,12})ms"
-                        rb" step_avg:[\d.]{1,20}ms(?: published:\S{1,40} delta:\S{1,40})?(?=\n)")
+# A step line has at least one field, and no field in a shape that the groups did not take.
 STEP_LINE = re.compile(rb"\nstep:(\d{1,9})/(\d{1,9})(?= (?:train_loss|val_loss|train_time):)"
                        rb"(?: train_loss:\S{1,40})?(?: val_loss:(\S{1,40}))?"
                        rb"(?: train_time:(\S{1,40}?)ms)?(?: step_avg:\S{1,40}?ms)?"
@@ -127,7 +125,7 @@ def read_bytes(path: Path) -> bytes:
             raise LogError(f"damaged gzip: {error}") from error
         if len(data) > MAX_BYTES:
             raise LogError(f"unpacks to more than {MAX_BYTES >> 20} MiB: too large for a run's log")
-    if not data.strip():
+    if not data or data.isspace():
         raise LogError("empty file")
     if b"\0" in data:
         raise LogError("binary, not a text log (it has NUL bytes)")
@@ -318,33 +316,49 @@ def _number(text: bytes, what: str, step: int) -> float:
     return value
 
 
-def _modern_validations(body: bytes) -> Curve:
-    """(step, loss, ms) of every `step:N/M val_loss:X ...` line, after checking all step lines."""
-    count = body.count(b"\nstep:")
-    lines = PLAIN_LINE.findall(body)
-    if len(lines) != count:
-        lines = STEP_LINE.findall(body)
+def _step_lines(body: bytes) -> tuple[list[int], list[tuple[int, bytes, bytes]], int]:
+    """The steps trained, (step, loss, ms) of those validated, and the number of steps that the lines announce."""
+    first, count = STEP_LINE.search(body), body.count(b"\nstep:")
+    if first is not None:
+        # Nearly every log has plain training lines only: then one search finds them, and the rest are validations.
+        trained = _plain_training(first[2]).findall(body)
+        validated, at = [], body.find(b" val_loss:")
+        while at >= 0:
+            if match := STEP_LINE.match(body, body.rfind(b"\n", 0, at)):
+                validated.append(match.groups())
+            at = body.find(b" val_loss:", at + 1)
+        if len(trained) + len(validated) == count and all(of == first[2] for _, of, _, _ in validated):
+            return list(map(int, trained)), [(int(n), loss, ms) for n, _, loss, ms in validated], int(first[2])
+    lines = STEP_LINE.findall(body)
     if len(lines) != count:
         bad = next(line for line in body.split(b"\n")
                    if line.startswith(b"step:") and not STEP_LINE.match(b"\n" + line + b"\n"))
         raise LogError(f"damaged: {printable(text_of(bad[:80]))!r} is not a step line")
-    numbers, totals, losses, times = zip(*lines)
-    steps = list(map(int, numbers))
-    if len(set(totals)) > 1:
-        raise LogError("several runs in one file (of "
-                       + " and ".join(f"{int(total)}" for total in dict.fromkeys(totals)) + " steps)")
-    if steps != sorted(steps):
-        back = next(i for i in range(1, count) if steps[i] < steps[i - 1])
-        raise LogError(f"several runs in one file (step {steps[back]} after step {steps[back - 1]})")
-    validated = [i for i, loss in enumerate(losses) if loss]
-    trained = [step for step, loss in zip(steps, losses) if not loss]
-    if len(set(trained)) < len(trained) or len({steps[i] for i in validated}) < len(validated):
-        raise LogError("several runs in one file (the same step twice)")
-    seen, last = steps[-1], int(totals[0])
+    totals = list(dict.fromkeys(int(of) for _, of, _, _ in lines))
+    if len(totals) > 1:
+        raise LogError(f"several runs in one file (of {' and '.join(map(str, totals[:3]))} steps)")
+    return ([int(n) for n, _, loss, _ in lines if not loss],
+            [(int(n), loss, ms) for n, _, loss, ms in lines if loss], totals[0])
+
+
+@functools.lru_cache(maxsize=8)
+def _plain_training(total: bytes) -> re.Pattern[bytes]:
+    """The usual training line of a run of `total` steps; its group is the step."""
+    return re.compile(rb"\nstep:(\d{1,9})/" + total + rb" train_time:\d{1,12}ms step_avg:[\d.]{1,20}ms(?=\n)")
+
+
+def _modern_validations(body: bytes) -> Curve:
+    """(step, loss, ms) of every `step:N/M val_loss:X ...` line, after checking all step lines."""
+    trained, validated, last = _step_lines(body)
+    for steps in (trained, [step for step, _, _ in validated]):
+        if steps != sorted(set(steps)):
+            back = next(i for i in range(1, len(steps)) if steps[i] <= steps[i - 1])
+            raise LogError(f"several runs in one file (step {steps[back]} after step {steps[back - 1]})")
+    seen = max([*trained[-1:], *(step for step, _, _ in validated[-1:])])
     if seen > last:
         raise LogError(f"damaged: step {seen} of {last}")
-    validations = [(steps[i], _number(losses[i], "val_loss", steps[i]),
-                    _number(times[i], "train_time", steps[i]) if times[i] else None) for i in validated]
+    validations = [(step, _number(loss, "val_loss", step), _number(ms, "train_time", step) if ms else None)
+                   for step, loss, ms in validated]
     if not validations or validations[-1][0] != last:
         stopped = INTERRUPTED.search(body)
         raise LogError("no final validation: "
