@@ -395,14 +395,15 @@ class Ahead:
         if name not in self._results:
             self._results[name] = queue.SimpleQueue()
             # a daemon thread: an interrupt must not wait for a file of 2 GB
-            threading.Thread(target=self._fetch, args=(name,), daemon=True).start()
+            threading.Thread(target=self._fetch, args=(name, self._results[name]), daemon=True).start()
 
-    def _fetch(self, name: str) -> None:
+    @staticmethod
+    def _fetch(name: str, result: queue.SimpleQueue[Path | DataError]) -> None:
         from huggingface_hub import hf_hub_download
         try:
-            self._results[name].put(Path(hf_hub_download(FINEWEB, name, repo_type="dataset")))
+            result.put(Path(hf_hub_download(FINEWEB, name, repo_type="dataset")))
         except Exception as error:  # of requests, httpx, hf_xet or the system
-            self._results[name].put(hub_error(name, error))
+            result.put(hub_error(name, error))
 
     def get(self, name: str) -> Path:
         """The local path of `name`; raises DataError when it cannot be had."""
@@ -786,7 +787,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = make_parser()
     arguments = sys.argv[1:]
-    if arguments and arguments[0] not in (*COMMANDS, "-h", "--help"):
+    if not arguments or arguments[0] not in (*COMMANDS, "-h", "--help"):
         arguments.insert(0, "build")
     args = parser.parse_args(arguments)
     if args.command == "verify":

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from pathlib import Path
 
 import tiktoken
@@ -133,8 +134,9 @@ class StandInHub:
         self._server.daemon_threads = True
 
     def _answer(self, request: http.server.BaseHTTPRequestHandler, body: bool) -> None:
-        listing = re.fullmatch(rf"/api/datasets/{self.repository}/tree/main/([^?]*)(\?.*)?", request.path)
-        found = re.fullmatch(rf"/datasets/{self.repository}/resolve/\w+/([^?]*)(\?.*)?", request.path)
+        path = urllib.parse.unquote(urllib.parse.urlsplit(request.path).path)
+        listing = re.fullmatch(rf"/api/datasets/{self.repository}/tree/main/(.*)", path)
+        found = re.fullmatch(rf"/datasets/{self.repository}/resolve/\w+/(.*)", path)
         if listing:
             rows = [{"type": "file", "path": path, "size": len(content), "oid": "0" * 40}
                     for path, content in self.files.items() if path.startswith(listing[1].rstrip("/") + "/")]
