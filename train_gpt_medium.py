@@ -167,7 +167,7 @@ class Command:
     recipe: str
     scale: str
     overrides: dict[str, typing.Any]  # the explicit fields
-    dry_run: bool
+    dry_run: str  # "" for a run, "all" for every check, "options" for those that need no data
 
 
 def _parse_bool(text: str) -> bool:
@@ -206,7 +206,8 @@ def _help_text() -> str:
     lines = [__doc__.split("\n\n")[0], "", "usage: train_gpt_medium.py [--recipe NAME] [--scale NAME] [--dry_run] [--field value ...]",
              "", "  --recipe NAME  " + " | ".join(RECIPES) + f"  (default {DEFAULT_RECIPE})",
              "  --scale NAME   " + " | ".join(SCALES) + "  (default record)",
-             "  --dry_run      do every check, print what would run, and end before the model is built",
+             "  --dry_run      do every check, print what would run, and end before the model is built (=options: only the",
+             "                 checks that need no data)",
              "", "fields, with the default recipe's values (precedence: default < recipe < scale < explicit field):"]
     for line in inspect.getsource(Hyperparameters).splitlines():
         if match := re.match(r"    (\w+): ([\w| ]+) = (.*?)  # (.*)", line):
@@ -246,10 +247,9 @@ def parse_command(argv: list[str]) -> Command:
         print(_help_text())
         raise SystemExit(0)
     recipe, scale = given.pop("recipe", DEFAULT_RECIPE), given.pop("scale", "record")
-    try:
-        dry_run = _parse_bool(given.pop("dry_run", "false"))
-    except KeyError:
-        raise UserError("--dry_run: takes no value, or true or false") from None
+    dry_run = {"false": "", "true": "all", "options": "options"}.get(word := given.pop("dry_run", "false"))
+    if dry_run is None:
+        raise UserError(f"--dry_run={word}: takes no value, or =true, =false or =options")
     if recipe not in RECIPES:
         raise UserError(f"--recipe {recipe}: no such recipe{_nearest(recipe, RECIPES)}")
     if scale not in SCALES:
@@ -1724,6 +1724,8 @@ def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
     source = Path(__file__).read_bytes()
     args = command.args
     check_hyperparameters(args, world_size)
+    if command.dry_run == "options":
+        return
     problem, found = None, {}
     try:
         found = local_checks(command, source, rank, local_rank, world_size)
