@@ -87,15 +87,18 @@ whole_number RUNS "${RUNS:-1}"
 ((gpus > 0)) || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}"
 echo "run.sh: $gpus GPUs, $cores cores: $mode, $NPROC ranks, ${RUNS:-1} run(s)"
 
-# The options before the data, which may take minutes to fetch; everything else before a launch.
+rehearsal=no
+[[ " $* " == *" --scale rehearsal "* || " $* " == *" --scale=rehearsal "* ]] && rehearsal=yes
+if has_option dry_run "$@"; then # fetches nothing
+    [[ $rehearsal == no ]] || "$PYTHON" data/rehearsal.py
+    RANK=0 WORLD_SIZE=$NPROC exec "$PYTHON" train_gpt_medium.py "$@"
+fi
+# The options are checked before the data, which may take minutes to fetch, and everything else before a launch.
 RANK=0 WORLD_SIZE=$NPROC "$PYTHON" train_gpt_medium.py --dry_run=options "$@"
-if [[ " $* " == *" --scale rehearsal "* || " $* " == *" --scale=rehearsal "* ]]; then
+if [[ $rehearsal == yes ]]; then
     "$PYTHON" data/rehearsal.py
 elif ! has_option train_files "$@"; then
     "$PYTHON" data/cached_fineweb10B.py 30
-fi
-if has_option dry_run "$@"; then
-    RANK=0 WORLD_SIZE=$NPROC exec "$PYTHON" train_gpt_medium.py "$@"
 fi
 plan=$(RANK=0 WORLD_SIZE=$NPROC "$PYTHON" train_gpt_medium.py --dry_run "$@")
 [[ -n ${RUNS:-} ]] || { launch "$@" && exit 0 || exit $?; }
