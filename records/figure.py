@@ -47,7 +47,8 @@ def draw(samples: Sequence[Sample], published: Sequence[tuple[str, Curve]], targ
     tail.set_title("the tail, enlarged")
     if lines:
         _limits(by_step, by_time, tail, [curve for curve, _ in lines], target)
-    by_step.legend(fontsize=9, loc="lower left")
+    handles, labels = by_step.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)  # clear of the curves
     _histogram(finals, samples, target)
     return figure
 
@@ -74,7 +75,8 @@ def _limits(by_step: Axes, by_time: Axes, tail: Axes, curves: Sequence[Curve], t
     for axes in (by_step, by_time):
         axes.set_ylim(min(lowest, target) - 0.02, max(highest, target) + 0.05)
     last = max(curve[-1][0] for curve in curves)
-    tail.set_xlim(last * 0.965, last * 1.005 + 1)
+    before = min(curve[-min(2, len(curve))][0] for curve in curves)  # at least the last two validations
+    tail.set_xlim(min(last * 0.965, before), last * 1.005)
     ends = [curve[-1][1] for curve in curves] + [target]
     tail.set_ylim(min(ends) - 0.002, max(ends) + 0.008)
     if max(ends) - min(ends) < CLOSE:

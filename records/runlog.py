@@ -317,10 +317,10 @@ def _number(text: bytes, what: str, step: int) -> float:
 
 
 def _step_lines(body: bytes) -> tuple[list[int], list[tuple[int, bytes, bytes]], int]:
-    """The steps trained, (step, loss, ms) of those validated, and the number of steps that the lines announce."""
+    """The steps trained, (step, loss, ms) of those validated, and the number of steps the lines announce."""
     first, count = STEP_LINE.search(body), body.count(b"\nstep:")
     if first is not None:
-        # Nearly every log has plain training lines only: then one search finds them, and the rest are validations.
+        # Nearly every log has plain training lines only: one search finds them, the rest are validations.
         trained = _plain_training(first[2]).findall(body)
         validated, at = [], body.find(b" val_loss:")
         while at >= 0:
@@ -328,7 +328,8 @@ def _step_lines(body: bytes) -> tuple[list[int], list[tuple[int, bytes, bytes]],
                 validated.append(match.groups())
             at = body.find(b" val_loss:", at + 1)
         if len(trained) + len(validated) == count and all(of == first[2] for _, of, _, _ in validated):
-            return list(map(int, trained)), [(int(n), loss, ms) for n, _, loss, ms in validated], int(first[2])
+            found = [(int(n), loss, ms) for n, _, loss, ms in validated]
+            return list(map(int, trained)), found, int(first[2])
     lines = STEP_LINE.findall(body)
     if len(lines) != count:
         bad = next(line for line in body.split(b"\n")
@@ -370,7 +371,7 @@ def _modern_validations(body: bytes) -> Curve:
 
 
 def _old_validations(body: bytes) -> Curve:
-    """The same for OLD_LINES, which have no train time; the last step is the one the log ends on or announces."""
+    """The same for OLD_LINES, which have no time; the last step is the one the log ends on or announces."""
     validations: Curve = []
     step = last = total = 0
     for s_step, s_loss, number, of, loss, bare_loss in OLD_LINES.findall(body):

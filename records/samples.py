@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import os
 from collections import Counter
@@ -24,6 +25,9 @@ from runlog import Curve, LogError, Run, printable
 TRACK_TARGETS = (2.92, 3.28)  # nats: this track's loss to reach and the short track's
 NEAR = 0.05  # nats: a final loss this near to a track's target belongs to that track
 PARALLEL_FROM = 48  # files from which worker processes pay for their start
+# fields of train_gpt_medium.py that may differ between runs of a sample: they do not change what is computed
+BOOKKEEPING = ("seed", "run_name", "run_id", "log_dir", "compare_with", "save_every", "save_final",
+               "keep_checkpoints", "resume", "resume_anyway", "startup_timeout", "step_timeout")
 CURVE_HEADER, RUNS_HEADER = ("step", "val_loss", "train_time_ms"), ("val_loss", "train_time_ms")
 
 
@@ -225,6 +229,15 @@ def target_of(run: Run) -> float | None:
     return next((target for target in TRACK_TARGETS if abs(run.loss - target) < NEAR), None)
 
 
+def _tuned(run: Run) -> str | None:
+    """The overrides that change what is computed, as text; None where the log has none or states none."""
+    overrides = runlog.header_json(run.facts, "overrides")
+    if not isinstance(overrides, dict):
+        return run.facts.get("overrides")
+    tuned = {name: value for name, value in overrides.items() if name not in BOOKKEEPING}
+    return json.dumps(tuned, sort_keys=True)
+
+
 def _fact(key: str) -> Callable[[Run], object]:
     return lambda run: run.facts.get(key)
 
@@ -233,7 +246,7 @@ def _differences(runs: Sequence[Run]) -> Iterator[str]:
     """Warnings where the runs of one group were not made alike, or are not independent."""
     alike: list[tuple[str, Callable[[Run], object]]] = [
         ("embedded sources", lambda run: run.source_sha), ("recipes", _fact("recipe")),
-        ("scales", _fact("scale")), ("overrides", _fact("overrides")),
+        ("scales", _fact("scale")), ("overrides", _tuned),
         ("numbers of steps", lambda run: run.steps), ("targets", target_of),
         ("world sizes", _fact("world_size")), ("GPUs", _fact("gpu")), ("PyTorch versions", _fact("pytorch"))]
     for what, key in alike:

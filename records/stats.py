@@ -148,9 +148,11 @@ def summary_facts(s: dict[str, Any]) -> list[tuple[str, str]]:
                                           f"{test['df']:g} degrees of freedom, p {test['p']:.5g}"))
     if time:
         known = "" if time["n"] == loss["n"] else f", known for {time['n']} runs"
-        minutes = f"{time['mean'] / 6e4:.3f} +- {shown(time['sd'] and time['sd'] / 6e4, 3)} min{known}"
-        facts.append(("train", f"time {time['mean']:.2f} +- {shown(time['sd'], 2)} ms ({minutes}), "
-                               f"{shown(s['ms_per_step'], 2)} ms a step"))
+        ms, minutes = f"{time['mean']:.2f}", f"{time['mean'] / 6e4:.3f}"
+        if time["sd"] is not None:
+            ms, minutes = f"{ms} +- {time['sd']:.2f}", f"{minutes} +- {time['sd'] / 6e4:.3f}"
+        step = shown(s["ms_per_step"], 2)
+        facts.append(("train", f"time {ms} ms ({minutes} min{known}), {step} ms a step"))
     return [*facts, ("verdict", verdict(s))]
 
 
@@ -370,7 +372,7 @@ def compare_text(c: dict[str, Any], names: tuple[str, str]) -> list[str]:
         for side, f in (("A", a), ("B", b)):
             when = "never" if f is None else f"at step {f['step']:.1f}, " + (
                 "time unknown" if f["ms"] is None else f"{f['ms'] / 1000:.1f} s")
-            lines.append(f"{side} reaches {loss:g} {when}")
+            lines.append(f"{side} reaches {loss:.7g} {when}")
         if a and b:
             steps, time = sooner(a["step"], b["step"]), sooner(a["ms"], b["ms"])
             lines.append(f"same loss: {steps} in steps, {time} in train time")
@@ -706,6 +708,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except BrokenPipeError:  # `| head` has read enough: nothing more may be flushed into the closed pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # what is left: stdout cannot be written, the disk is full
+        warn(f"stats.py: {error.strerror or error}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0

@@ -2,8 +2,8 @@
 
 Makes logs of 0.4 MB (5640 steps, an embedded script of 130 kB, other numbers in every log) in a temporary
 folder, runs `stats.py summary` on a tenth of them and on all, and prints seconds and the peak memory of the
-process and of its largest worker. The aim is 1500 logs in under 20 s on 2 cores, and memory that does not grow
-with the number of logs. Not collected by pytest.
+process and of its largest worker. The aim is 1500 logs in under 20 s on 2 cores, and memory that does not
+grow with the number of logs. Not collected by pytest.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from stats_helpers import (RECORDS, SMOOTHED, SNOO, TRICKY_PUBLISHED_SOURCE, TRI
 
 import stats
 from figure import DPI, SIZE_INCHES, draw
-from samples import side_of
+from samples import BOOKKEEPING, side_of
 
 STATS = RECORDS / "stats.py"
 
@@ -242,6 +242,7 @@ def test_the_printed_words_are_what_the_training_script_resolves() -> None:
     command = script.parse_command(words[words.index("train_gpt_medium.py") + 1:])
     assert command.overrides == {**overrides, "seed": 12}
     assert (command.recipe, command.scale) == ("2025-09-16_Snoo", "rehearsal")
+    assert set(BOOKKEEPING) == set(script.BOOKKEEPING), "both files list the fields that compute nothing"
 
 
 @pytest.mark.parametrize("data, reason", [
@@ -299,7 +300,8 @@ def test_plot_has_the_expected_lines(runs: Path) -> None:
     published = stats.published_curves()
     assert [name for name, _ in published] == sorted(p.name for p in (RECORDS / "track_2_medium").iterdir())
     samples = [(path.name, *side_of(path)) for path in (runs, SNOO)]
-    panels = draw(samples, published, 2.92).axes
+    figure = draw(samples, published, 2.92)
+    panels = figure.axes
     assert len(panels) == 4
     for axes in panels[:3]:
         assert len(axes.lines) == 6 + 1 + 6 + 1, "six logs, a curve.csv, six published curves, the target"
@@ -310,7 +312,7 @@ def test_plot_has_the_expected_lines(runs: Path) -> None:
     own = panels[0].lines[6]
     assert own.get_ydata()[-1] == samples[0][1].runs[0].loss
     assert panels[1].lines[6].get_xdata()[-1] == samples[0][1].runs[0].time_ms / 6e4
-    labels = [text.get_text() for text in panels[0].get_legend().get_texts()]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert len(labels) == 6 + 2 + 1, "the six logs of a folder share a label"
     colours = {(line.get_color(), line.get_linestyle()) for line in panels[0].lines[:6]}
     assert len(colours) == 6, "published curves differ"
@@ -468,6 +470,13 @@ def test_a_closed_pipe_ends_quietly(runs: Path) -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     process.wait(60)
+
+
+def test_a_full_disk_ends_with_a_sentence(runs: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        result = subprocess.run([sys.executable, STATS, "summary", runs], stdout=full, stderr=subprocess.PIPE,
+                                check=False)
+    assert (result.returncode, result.stderr) == (1, b"stats.py: No space left on device\n")
 
 
 def test_stats_starts_without_scipy_stats_and_matplotlib() -> None:

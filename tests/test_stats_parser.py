@@ -272,6 +272,13 @@ def test_runs_that_are_no_one_sample_count_with_a_warning(odd: bytes, words: str
     assert [note for note in group.notes if words in note], group.notes
 
 
+def test_bookkeeping_fields_may_differ_within_a_sample(tmp_path: Path) -> None:
+    for seed in range(3):
+        overrides = {"run_id": seed, "seed": seed + 1000, "snoo_k": 14}
+        (tmp_path / f"{seed}.txt").write_bytes(own_log(seed, overrides=overrides))
+    assert gather([tmp_path]).notes == []
+
+
 def test_two_runs_that_continue_one_parent_are_not_independent(tmp_path: Path) -> None:
     for seed in (1, 2):
         (tmp_path / f"{seed}.txt").write_bytes(own_log(seed, parent="records/a.txt", start=100))
