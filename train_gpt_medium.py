@@ -46,6 +46,12 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch's CPU builds come without it, and only --fused_mlp needs it
+    triton = None
+
 ROOT = Path(__file__).resolve().parent
 
 
@@ -114,6 +120,7 @@ class Hyperparameters:
     # machine
     compile: bool = True  # torch.compile for model and Muon; off for the CPU rehearsal
     coordinate_descent_tuning: bool = True  # Inductor tunes every kernel: minutes more of compiling, faster steps
+    fused_mlp: bool = False  # relu squared inside the MLP's matrix products (Triton, CUDA); not yet timed on a GPU
     head_chunks: int = 1  # pieces in which head and loss are computed; more pieces, less memory
     startup_timeout: int = 3600  # seconds a rank waits for the others until training starts (compiling is silent)
     step_timeout: int = 300  # seconds a rank waits for the others in training before it gives up
@@ -310,6 +317,8 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
          "a ramp of the smoothing needs both its start and its steps (or neither, for a constant beta)")
     rule(not args.update_smoothing_interpolated or smoothing_is_on(args), "--update_smoothing_interpolated true",
          "there is no smoothing to interpolate: set update_smoothing")
+    rule(not args.fused_mlp or args.model_dim % 64 == 0, f"--fused_mlp true --model_dim {args.model_dim}",
+         "the fused kernel needs model_dim to be a multiple of 64")
     rule(not args.resume_anyway or args.resume != "", "--resume_anyway true", "goes with --resume")
     if broken:
         raise UserError("\n       ".join(broken))
@@ -738,13 +747,74 @@ class Attention(nn.Module):
         return linear(y.transpose(1, 2).flatten(2), self.qkvo_w[3])
 
 
+if triton is not None:
+    @triton.jit
+    def relu_squared_product_kernel(a, b, out, act, N, K, stride_bk, stride_bn, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
+                                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+        """A tile of out = relu(a b)^2, or BACKWARD of out = (a b) * 2 sqrt(act): the gradient of relu squared, which needs
+        only its own output. a (M, K) and out (M, N) are contiguous, b (K, N) has any strides, sizes are whole tiles."""
+        # programs walk down GROUP rows of tiles before the next column, so that tiles of b stay in the L2 cache
+        pid, columns = tl.program_id(0), N // BLOCK_N
+        first = pid // (GROUP * columns) * GROUP
+        rows = tl.minimum(tl.num_programs(0) // columns - first, GROUP)
+        m = (first + pid % (GROUP * columns) % rows) * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = pid % (GROUP * columns) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        a_tile = a + m[:, None] * K + k[None, :]
+        b_tile = b + k[:, None] * stride_bk + n[None, :] * stride_bn
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for _ in range(0, K, BLOCK_K):
+            total = tl.dot(tl.load(a_tile), tl.load(b_tile), total, input_precision="ieee")
+            a_tile += BLOCK_K
+            b_tile += BLOCK_K * stride_bk
+        total = total.to(out.dtype.element_ty).to(tl.float32)  # the rounding that a product of its own would have
+        place = m[:, None] * N + n[None, :]
+        if BACKWARD:
+            result = total * 2 * tl.sqrt(tl.load(act + place).to(tl.float32))
+        else:
+            positive = tl.maximum(total, 0)
+            result = positive * positive
+        tl.store(out + place, result.to(out.dtype.element_ty))
+
+
+def relu_squared_product(a: Tensor, b: Tensor, act: Tensor | None = None) -> Tensor:
+    """relu(a b)^2, or with act = relu(h)^2 the gradient (a b) * 2 relu(h), in one kernel. a (M, K), b (K, N); M must be a
+    multiple of 128, N of 256, K of 64, and a tensor below 2^31 elements."""
+    (M, K), N = a.shape, b.size(1)
+    assert M % 128 == 0 and N % 256 == 0 and K % 64 == 0 and M * N < 2**31
+    a, out = a.contiguous(), torch.empty(M, N, dtype=a.dtype, device=a.device)
+    relu_squared_product_kernel[(M // 128 * (N // 256),)](
+        a, b, out, out if act is None else act, N, K, b.stride(0), b.stride(1), BACKWARD=act is not None, BLOCK_M=128,
+        BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3)
+    return out
+
+
+class FusedMLP(torch.autograd.Function):
+    """relu(x fc_w^T)^2 proj_w^T for x (T, dim), saving only the activation; see --fused_mlp."""
+
+    @staticmethod
+    def forward(ctx: typing.Any, x: Tensor, fc_w: Tensor, proj_w: Tensor) -> Tensor:
+        act = relu_squared_product(x, fc_w.t())
+        ctx.save_for_backward(x, fc_w, proj_w, act)
+        return act @ proj_w.t()
+
+    @staticmethod
+    def backward(ctx: typing.Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, fc_w, proj_w, act = ctx.saved_tensors
+        dh = relu_squared_product(dy, proj_w, act)
+        return dh @ fc_w, dh.t() @ x, dy.t() @ act
+
+
 class MLP(nn.Module):
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, fused: bool) -> None:
         super().__init__()
+        self.fused = fused
         self.fc_w = bf16_uniform(4 * dim, dim, std=0.5 * dim**-0.5)
         self.proj_w = nn.Parameter(torch.zeros(dim, 4 * dim, dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return FusedMLP.apply(x[0], self.fc_w, self.proj_w)[None]
         return linear(linear(x, self.fc_w).relu().square(), self.proj_w)
 
 
@@ -809,7 +879,8 @@ class GPT(nn.Module):
 
     def __init__(self, vocab_size: int, num_layers: int, num_heads: int, model_dim: int, max_seq_len: int,
                  head_dim: int = 128, eot_token: int = 50256, attention_scale: float = 0.12, logit_softcap: float = 15.0,
-                 backout: bool = False, smear: bool = False, head_chunks: int = 1, eval_head_chunks: int = 4) -> None:
+                 backout: bool = False, smear: bool = False, head_chunks: int = 1, eval_head_chunks: int = 4,
+                 fused_mlp: bool = False) -> None:
         super().__init__()
         assert num_heads * head_dim == model_dim and num_layers >= 12
         self.eot_token, self.logit_softcap, self.head_dim = eot_token, logit_softcap, head_dim
@@ -827,7 +898,7 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleList(embedding() for _ in range(VALUE_EMBEDS))
         self.attentions = nn.ModuleDict({str(i): Attention(model_dim, num_heads, head_dim, attention_scale)
                                          for i in range(num_layers) if i != NO_ATTENTION})
-        self.mlps = nn.ModuleList(MLP(model_dim) for _ in range(num_layers))
+        self.mlps = nn.ModuleList(MLP(model_dim, fused_mlp) for _ in range(num_layers))
         # skip weights, block lambdas (x, x00, x01), attention lambdas (v, value embedding), backout, smear
         self.scalars = nn.Parameter(torch.tensor([1.0] * num_layers + [1.0, 0.0, 0.0] * num_layers + [0.5, 0.5] * num_layers
                                                  + [1.0, 0.0] * backout + [0.0] * smear))
@@ -1257,7 +1328,7 @@ def build_training(args: Hyperparameters, ctx: Distributed) -> Training:
     with ctx.device:
         model = GPT(args.vocab_size, args.num_layers, args.num_heads, args.model_dim, max(args.train_seq_len, args.val_seq_len),
                     args.head_dim, args.eot_token, args.attention_scale, args.logit_softcap, args.backout, args.smear,
-                    args.head_chunks)
+                    args.head_chunks, fused_mlp=args.fused_mlp)
     if ctx.world_size > 1:
         for p in model.parameters():
             dist.broadcast(p.detach(), 0)
@@ -1606,6 +1677,8 @@ def local_checks(command: Command, source: bytes, rank: int, local_rank: int, wo
     if torch.cuda.is_available() and local_rank >= torch.cuda.device_count():
         raise UserError(f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are there; start at most that many "
                         "ranks a node (NPROC=N ./run.sh, or --nproc_per_node=N)")
+    if args.fused_mlp and not (torch.cuda.is_available() and triton is not None):
+        raise UserError("--fused_mlp true: its kernel is Triton's and needs a CUDA GPU and the package triton")
     train, val = find_shards(args.train_files), find_shards(args.val_files)
     batch_tokens, val_batch = args.batch_sequences * args.train_seq_len, world_size * args.val_seq_len
     check_enough(train, batch_tokens, args.num_iterations, "training", args.train_files)
