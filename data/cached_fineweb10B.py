@@ -23,7 +23,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from shards import DataError, check_shard, lock_folder, make_folder, run_script, shard_bytes, short
+from shards import (DataError, check_shard, lock_folder, make_folder, path_argument, run_script, shard_bytes,
+                    short)
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
 DEFAULT_OUT = Path(__file__).resolve().parent / "fineweb10B"
@@ -91,7 +92,7 @@ def ask_hub(names: list[str]) -> None:
 
 
 def fetch_from_hub(name: str, staging: Path) -> None:
-    """Fetches one shard into `staging`: from the hub's cache on this machine if it is there, else over the network.
+    """Fetches one shard into `staging`: from the hub's cache on this machine, or else over the network.
 
     Raises DataError when the hub has no such file or breaks off, Unreachable when it does not answer.
     """
@@ -114,8 +115,7 @@ def fetch_from_hub(name: str, staging: Path) -> None:
 def fetch_verified(name: str, folder: Path, fetch: Callable[[str, Path], None]) -> None:
     """Puts one shard into `folder`: fetched, verified, renamed; what goes wrong is tried a second time.
 
-    Raises DataError for a shard that is missing at the source or damaged twice, and Unreachable, at once, for a
-    dead source.
+    Raises DataError for a shard that is missing there or damaged twice, Unreachable for a dead source.
     """
     staging = folder / STAGING
     for last in (False, True):
@@ -213,8 +213,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("num_train", metavar="N", type=int, nargs="?", default=DEFAULT_TRAIN_SHARDS,
                         help=f"train shards, 1 to {MAX_TRAIN_SHARDS} (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="verify what is there and fetch nothing")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=DEFAULT_OUT, help="default: %(default)s")
-    parser.add_argument("--from", metavar="DIR", type=Path, dest="mirror",
+    parser.add_argument("--out", metavar="DIR", type=path_argument, default=DEFAULT_OUT,
+                        help="default: %(default)s")
+    parser.add_argument("--from", metavar="DIR", type=path_argument, dest="mirror",
                         help="copy from this folder, no network")
     args = parser.parse_args()
     if not 1 <= args.num_train <= MAX_TRAIN_SHARDS:
@@ -268,8 +269,8 @@ def main() -> None:
             missing = list(faults(folder, names))
             raise DataError(
                 f"{source} could not serve {len(missing)} shards ({short_list(missing)}): {error}\n"
-                "They can also come from a mirror of the hub (HF_ENDPOINT=https://...), from a folder with the\n"
-                ".bin files (--from DIR), or from the hub's cache on this machine (HF_HUB_OFFLINE=1).\n"
+                "They can also come from a mirror of the hub (HF_ENDPOINT=https://...), from a folder with\n"
+                "the .bin files (--from DIR), or from the hub's cache on this machine (HF_HUB_OFFLINE=1).\n"
                 "What was fetched is kept; the same command carries on.") from None
         finally:
             shutil.rmtree(folder / STAGING, ignore_errors=True)

@@ -46,7 +46,7 @@ import numpy as np
 import tiktoken
 
 from shards import (MAX_TOKENS, TEMPORARY_SUFFIX, DataError, ShardWriter, check_shard, lock_folder,
-                    make_folder, read_shard, run_script, short)
+                    make_folder, path_argument, read_shard, run_script, short)
 
 DEFAULT_SHARD_SIZE = 100_000_000  # tokens
 FINEWEB = "HuggingFaceFW/fineweb"
@@ -748,16 +748,16 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     vocabulary = argparse.ArgumentParser(add_help=False)
-    vocabulary.add_argument("--vocabulary", metavar="FILE", type=Path,
+    vocabulary.add_argument("--vocabulary", metavar="FILE", type=path_argument,
                             help="GPT-2's ranks in tiktoken's format (default: tiktoken's own, see above)")
 
     command = commands.add_parser("build", parents=[vocabulary],
                                   help="build shards (this word may be left out)")
-    command.add_argument("inputs", metavar="INPUT", type=Path, nargs="*",
+    command.add_argument("inputs", metavar="INPUT", type=path_argument, nargs="*",
                          help=f"file ({', '.join(SUFFIXES)}) or folder")
     command.add_argument("--version", choices=sorted(FINEWEB_FOLDERS),
                          help="fetch this sample of FineWeb instead")
-    command.add_argument("--out", metavar="DIR", type=Path,
+    command.add_argument("--out", metavar="DIR", type=path_argument,
                          help="output folder (with --version, default: fineweb<version> beside this script)")
     command.add_argument("--shard_size", metavar="N", type=whole_number(1, MAX_TOKENS),
                          default=DEFAULT_SHARD_SIZE, help="tokens a shard (default: %(default)s)")
@@ -777,7 +777,7 @@ def make_parser() -> argparse.ArgumentParser:
                          help="the token that starts a document (default: %(default)s)")
 
     command = commands.add_parser("decode", parents=[vocabulary], help="print the text of tokens")
-    command.add_argument("file", metavar="FILE", type=Path)
+    command.add_argument("file", metavar="FILE", type=path_argument)
     command.add_argument("--at", metavar="N", type=int, default=0,
                          help="first token, counted from 0 (default: %(default)s)")
     command.add_argument("--length", metavar="N", type=int, default=256, help="tokens (default: %(default)s)")

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from shards import make_folder, run_script, write_shard
+from shards import make_folder, path_argument, run_script, write_shard
 
 DEFAULT_OUT = Path(__file__).resolve().parent / "rehearsal"
 EOT_TOKEN = 256
@@ -141,7 +141,7 @@ def write_rehearsal(out_dir: str | os.PathLike[str] = DEFAULT_OUT) -> str | None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", metavar="DIR", default=DEFAULT_OUT,
+    parser.add_argument("--out", metavar="DIR", type=path_argument, default=DEFAULT_OUT,
                         help="folder to write to (default: %(default)s)")
     message = write_rehearsal(parser.parse_args().out)
     if message:

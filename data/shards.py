@@ -9,6 +9,7 @@ to one table of files.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import os
@@ -93,7 +94,8 @@ class ShardWriter:
         """Adds `tokens`, a uint16 array of shape (n,)."""
         assert tokens.dtype == np.uint16 and tokens.ndim == 1
         assert self.num_tokens + len(tokens) <= MAX_TOKENS
-        self._file.write(tokens.astype("<u2", copy=False).data)
+        with self._named_errors():
+            self._file.write(tokens.astype("<u2", copy=False).data)
         self.num_tokens += len(tokens)
 
     def commit(self) -> None:
@@ -101,12 +103,21 @@ class ShardWriter:
         assert self.num_tokens > 0
         header = np.zeros(HEADER_INTS, dtype="<i4")
         header[:3] = MAGIC, VERSION, self.num_tokens
-        self._file.seek(0)
-        self._file.write(header.data)
-        self._file.flush()
-        os.fsync(self._file.fileno())  # else a power cut could leave the new name on an empty file
-        self._file.close()
-        os.replace(self._temporary, self.path)
+        with self._named_errors():
+            self._file.seek(0)
+            self._file.write(header.data)
+            self._file.flush()
+            os.fsync(self._file.fileno())  # else a power cut could leave the new name on an empty file
+            self._file.close()
+            os.replace(self._temporary, self.path)
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Adds the path to the error of a full disk, which the system reports without one."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -116,7 +127,8 @@ class ShardWriter:
 
     def discard(self) -> None:
         """Removes what commit() has not given its name; does nothing after commit()."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # on a full disk, what is still buffered fails once more
+            self._file.close()
         self._temporary.unlink(missing_ok=True)
 
 
@@ -141,6 +153,13 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise DataError(f"{folder}: no permission to write in the output folder; name another with --out")
     return folder
+
+
+def path_argument(text: str) -> Path:
+    """A type for argparse: a path, not the empty one that an unset shell variable gives."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path")
+    return Path(text)
 
 
 @contextlib.contextmanager

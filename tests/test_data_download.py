@@ -1,4 +1,4 @@
-"""data/cached_fineweb10B.py against a stand-in hub on loopback: good, missing, truncated, slow and dead sources."""
+"""data/cached_fineweb10B.py against a stand-in hub: good, missing, truncated, slow and dead sources."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_missing_and_truncated_files_are_named_and_the_rest_is_kept(tmp_path: Pa
     files[NAMES[2]] = files[NAMES[2]][:-1000]  # truncated on the hub itself
     with StandInHub(REPOSITORY, files) as hub:
         result = run(SCRIPT, 6, "--out", tmp_path / "o", **environment | {"HF_ENDPOINT": hub.url})
-        assert_user_error(result, "2 of 7 shards", NAMES[2], "40026 bytes, but the header counts 20001 tokens",
+        assert_user_error(result, "2 of 7 shards", NAMES[2],
+                          "40026 bytes, but the header counts 20001 tokens",
                           f"{NAMES[4]}: the dataset {REPOSITORY} has no such file")
         assert hub.gets.count(NAMES[2]) == 2  # once more, then named
         assert names_in(tmp_path / "o") == sorted(set(NAMES) - {NAMES[2], NAMES[4]})
@@ -82,7 +83,8 @@ def test_missing_and_truncated_files_are_named_and_the_rest_is_kept(tmp_path: Pa
 
 def test_a_dead_source_says_what_can_serve_instead(tmp_path: Path, environment: dict[str, str]) -> None:
     result = run(SCRIPT, "--out", tmp_path / "o", **environment)
-    assert_user_error(result, "http://127.0.0.1:9 could not serve 31 shards", NAMES[0], "27 more", "HF_ENDPOINT",
+    assert_user_error(result, "http://127.0.0.1:9 could not serve 31 shards", NAMES[0], "27 more",
+                      "HF_ENDPOINT",
                       "HF_HUB_OFFLINE", "--from DIR")
     offline = run(SCRIPT, 1, "--out", tmp_path / "o", **environment | {"HF_HUB_OFFLINE": "1"})
     assert_user_error(offline, "could not serve 2 shards", "offline mode", "--from DIR")
@@ -127,7 +129,8 @@ def test_a_mirror_folder(tmp_path: Path, environment: dict[str, str]) -> None:
     result = run(SCRIPT, 3, "--from", mirror, "--out", tmp_path / "o2", **environment)
     assert_user_error(result, "2 of 4 shards", f"{NAMES[1]}: damaged", f"{mirror / NAMES[2]}: No such file")
     assert names_in(tmp_path / "o2") == [NAMES[3], NAMES[0]]
-    assert_user_error(run(SCRIPT, 3, "--from", tmp_path / "no", "--out", tmp_path / "o2"), tmp_path / "no", "--from")
+    assert_user_error(run(SCRIPT, 3, "--from", tmp_path / "no", "--out", tmp_path / "o2"), tmp_path / "no",
+                      "--from")
 
 
 def test_check_only_looks(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -149,6 +152,7 @@ def test_check_only_looks(tmp_path: Path, environment: dict[str, str]) -> None:
 @pytest.mark.parametrize("arguments, part", [
     (["0"], "N is 0"), (["104"], "N is 104, but the dataset has train shards 1 to 103"), (["-3"], "-3"),
     (["ten"], "ten"), (["1", "--check", "--from", "x"], "--from"), (["--nonsense"], "--nonsense"),
+    (["--out", ""], "an empty path"),
 ])
 def test_wrong_arguments(arguments: list[str], part: str) -> None:
     assert_user_error(run(SCRIPT, *arguments), part, code=2)
@@ -159,12 +163,14 @@ def test_what_stands_in_the_way_is_named(tmp_path: Path, environment: dict[str, 
     assert_user_error(run(SCRIPT, 1, "--out", tmp_path / "file", **environment), tmp_path / "file", "--out")
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "o" / NAMES[0]).mkdir(parents=True)
-    assert_user_error(run(SCRIPT, 1, "--out", tmp_path / "o", **environment), tmp_path / "o" / NAMES[0], "no file")
+    assert_user_error(run(SCRIPT, 1, "--out", tmp_path / "o", **environment), tmp_path / "o" / NAMES[0],
+                      "no file")
     with shards.lock_folder(tmp_path):
         assert_user_error(run(SCRIPT, 1, "--out", tmp_path, **environment), tmp_path, "another data script")
 
 
-def test_too_small_a_disk_is_said_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_small_a_disk_is_said_before_the_first_byte(tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=31 * 200_001_024 - 1))
     monkeypatch.setattr(cached_fineweb10B, "fetch_all", lambda *arguments: pytest.fail("fetched"))
@@ -196,4 +202,5 @@ def test_interrupted_it_leaves_no_half_file_and_carries_on(how: signal.Signals, 
         hub.gets.clear()
         assert run(SCRIPT, 3, "--out", out, **environment).returncode == 0
         assert sorted(hub.gets) == NAMES[1:4]
-        assert names_in(out) == sorted(NAMES[:4]) and shards_in(out) == {name: FILES[name] for name in NAMES[:4]}
+        assert names_in(out) == sorted(NAMES[:4])
+        assert shards_in(out) == {name: FILES[name] for name in NAMES[:4]}

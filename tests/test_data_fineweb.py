@@ -1,8 +1,12 @@
-"""data/fineweb.py with GPT-2's real ranks: shards equal a plain loop's byte for byte, from every kind of input, with
-any number of workers, interrupted or not; then the vocabulary, verify, decode and every message for a mistake."""
+"""data/fineweb.py with GPT-2's real ranks.
+
+Its shards equal a plain loop's byte for byte, from every kind of input, with any number of workers, interrupted
+or not; then the vocabulary, verify, decode and every message for a mistake.
+"""
 
 from __future__ import annotations
 
+import ast
 import base64
 import gzip
 import hashlib
@@ -41,7 +45,8 @@ SENTENCES = {  # known ids
 }
 ODD_TEXTS = [
     "", " ", "\n", "\r\n", "a\r\nb\r\n", "tabs\t\tand  spaces   ", "\x00NUL\x00", "I'll don't WE'VE",
-    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈", "日本語と中文，한국어", "naïve café — “quotes”", "1234567890 3.14159", "a\u00a0b\u2028c\u3000d\x1c\x1fe",
+    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈", "日本語と中文，한국어", "naïve café — “quotes”", "1234567890 3.14159",
+    "a\u00a0b\u2028c\u3000d\x1c\x1fe",
     "<|endoftext|>", "x<|endoftext|>y <|endoftext|>", "\ufeffBOM", "a" * 3000, " " * 3000 + "x", "\n" * 3000,
 ]
 
@@ -49,8 +54,9 @@ ODD_TEXTS = [
 def corpus() -> list[str]:
     """400 documents of one to a few hundred words, odd ones among them; about 30 000 tokens."""
     generator = np.random.default_rng(0)
-    words = "the of and to in model token Snoo run-time 23.28 ’tis naïve Ünïcode don't 😀 \n\n \t (x) == 日本".split(" ")
-    texts = [" ".join(generator.choice(words, size=generator.integers(1, 120))) for _ in range(400 - len(ODD_TEXTS))]
+    words = "the of and model token Snoo run-time 23.28 ’tis naïve Ünïcode don't 😀 \n\n \t (x) 日本".split(" ")
+    sizes = generator.integers(1, 120, size=400 - len(ODD_TEXTS))
+    texts = [" ".join(generator.choice(words, size=size)) for size in sizes]
     for i, text in enumerate(ODD_TEXTS):
         texts.insert(i * 17, text)
     return texts
@@ -79,7 +85,8 @@ def encode(gpt2: fineweb.Gpt2, text: str, limit: int = fineweb.SEGMENT) -> list[
 
 
 def build(*arguments: object, **keywords: object) -> subprocess.CompletedProcess[str]:
-    return run(SCRIPT, "--vocabulary", vocabulary(), *arguments, **keywords)
+    """One worker, unless `arguments` say otherwise: starting more takes longer than these small inputs."""
+    return run(SCRIPT, "--vocabulary", vocabulary(), "--workers", 1, *arguments, **keywords)
 
 
 def write_jsonl(path: Path, texts: list[str]) -> None:
@@ -106,11 +113,12 @@ def test_odd_texts_encode_like_tiktoken_and_come_back(gpt2: fineweb.Gpt2, oracle
     assert EOT not in tokens
 
 
-CHARACTERS = strategies.sampled_from(list(" \n\t\r\u00a0\u2028\x1cab1'é😀.<|>") + ["'ll", "  ", "\r\n", "the "])
+CHARACTERS = strategies.sampled_from(list(" \n\t\r\u00a0\u2028\x1cab1'é😀.<|>") + ["'ll", "  ", "\r\n",
+                                                                                  "the "])
 
 
 @given(strategies.lists(CHARACTERS, max_size=60).map("".join), strategies.integers(1, 12))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=800, deadline=None)
 def test_segments_never_change_the_encoding(text: str, limit: int) -> None:
     pieces = list(fineweb.segments(text, limit))
     assert "".join(pieces) == text
@@ -121,14 +129,15 @@ _ORACLE = plain_encoding()  # hypothesis takes no fixtures of a wider scope
 _GPT2 = fineweb.Gpt2(fineweb.read_ranks(vocabulary()))
 
 
-@pytest.mark.parametrize("text", ["a" * 10**7, " " * 10**7, " " * (10**7) + "x", "\n" * 10**6 + " y", "word " * 10**6],
-                         ids=["10 MB of a", "10 MB of spaces", "10 MB of spaces and x", "newlines", "words"])
+@pytest.mark.parametrize("text", ["a" * 10**7, " " * 10**7 + "x", "\n" * 10**6, "word " * 10**5],
+                         ids=["10 MB of a", "10 MB of spaces and x", "newlines", "words"])
 def test_huge_documents_come_back(gpt2: fineweb.Gpt2, text: str) -> None:
     assert gpt2.decode(encode(gpt2, text)) == text
 
 
 def test_long_documents_encode_like_tiktoken(gpt2: fineweb.Gpt2, oracle: tiktoken.Encoding) -> None:
-    for text in (" " * 200_000 + "x", "x" + "\n" * 200_000, "\n" * 150_000 + "a" * 150_000 + " " * 150_000 + "!",
+    for text in (" " * 200_000 + "x", "x" + "\n" * 200_000,
+                 "\n" * 150_000 + "a" * 150_000 + " " * 150_000 + "!",
                  " ".join(corpus()) * 10):
         assert encode(gpt2, text) == oracle.encode_ordinary(text)
 
@@ -144,10 +153,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     texts = corpus()
     column = pyarrow.array(texts, type=pyarrow.string())
     (folder / "parquet").mkdir()
-    pyarrow.parquet.write_table(pyarrow.table({"id": range(150), "text": column[:150]}), folder / "parquet/000.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"id": range(150), "text": column[:150]}),
+                                folder / "parquet/000.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": column[150:].cast(pyarrow.large_string())}),
                                 folder / "parquet/001.parquet", row_group_size=37, compression="zstd")
-    pyarrow.parquet.write_table(pyarrow.table({"text": column.dictionary_encode()}), folder / "dictionary.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": column.dictionary_encode()}),
+                                folder / "dictionary.parquet")
     write_jsonl(folder / "all.jsonl", texts)
     content = (folder / "all.jsonl").read_bytes()
     (folder / "crlf.jsonl").write_bytes(b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n\r\n").rstrip())
@@ -165,24 +176,28 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
 
 @pytest.mark.parametrize("kind", ["parquet", "dictionary", "jsonl", "crlf", "gz", "txt"])
 def test_every_kind_of_input_gives_the_oracles_bytes(kind: str, inputs: dict[str, list[Path]], tmp_path: Path,
-                                                     expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+                                                     expected: dict[str, bytes],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     if kind != "txt":  # whose text is the file's exactly, a byte order mark excepted
         monkeypatch.setattr(fineweb, "UNIT_BYTES", 5000)  # many units from a small corpus
     texts = corpus()
-    report = fineweb.build(fineweb.local_sources(inputs[kind]), tmp_path / "o", field="text", shard_size=SHARD_SIZE,
+    report = fineweb.build(fineweb.local_sources(inputs[kind]), tmp_path / "o", field="text",
+                           shard_size=SHARD_SIZE,
                            ranks=fineweb.read_ranks(vocabulary()), workers=1, strict=True)
     if kind == "txt":
         expected = oracle_shards([text.removeprefix("\ufeff") for text in texts], SHARD_SIZE, _ORACLE)
     assert shards_in(tmp_path / "o") == expected
     tokens = sum((len(content) - 1024) // 2 for content in expected.values())
     size = sum(len(text.removeprefix("\ufeff" if kind == "txt" else "").encode()) for text in texts)
-    assert f"{len(expected)} shards, {tokens} tokens, 400 documents, {size / tokens:.3f} bytes a token" in report
+    assert f"{len(expected)} shards, {tokens} tokens, 400 documents" in report
+    assert f", {size / tokens:.3f} bytes a token" in report
     assert "bad rows" not in report
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_number_of_workers_changes_nothing(workers: int, inputs: dict[str, list[Path]], tmp_path: Path,
-                                               expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+                                               expected: dict[str, bytes],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fineweb, "UNIT_BYTES", 700)
     units = fineweb.encode_units(fineweb.units(fineweb.local_sources(inputs["jsonl"]), "text"),
                                  fineweb.read_ranks(vocabulary()), "text", workers)
@@ -190,7 +205,8 @@ def test_the_number_of_workers_changes_nothing(workers: int, inputs: dict[str, l
     assert stream == b"".join(expected[name][1024:] for name in sorted(expected, key=lambda name: name[-10:]))
 
 
-def test_the_command_on_two_workers(inputs: dict[str, list[Path]], tmp_path: Path, expected: dict[str, bytes]) -> None:
+def test_the_command_on_two_workers(inputs: dict[str, list[Path]], tmp_path: Path,
+                                    expected: dict[str, bytes]) -> None:
     arguments = (*inputs["parquet"], "--out", tmp_path / "o", "--shard_size", SHARD_SIZE, "--workers", 2)
     result = build(*arguments)
     assert result.returncode == 0, result.stderr
@@ -213,7 +229,7 @@ def test_a_total_of_whole_shards_ends_without_an_empty_one(tmp_path: Path, oracl
     assert result.returncode == 0 and "all of it is the validation shard" in result.stdout
 
 
-@pytest.mark.parametrize("text", ["a b\r\n日本 😀\n" * 400, "é" * 5000, " " * 5000, "x", "\ufeffx y " * 700])
+@pytest.mark.parametrize("text", ["a b\r\n日本 😀\n" * 400, "é" * 5000, " " * 5000, "x", "\ufeffx y " * 99])
 @pytest.mark.parametrize("block", [1, 7, 64, 1000])
 def test_a_long_txt_file_is_one_document(text: str, block: int, tmp_path: Path) -> None:
     path = tmp_path / "long.txt"
@@ -232,15 +248,17 @@ def test_bad_rows_are_left_out_counted_and_named(tmp_path: Path, oracle: tiktoke
         b'{"text": "one"}\n\n{"text": null}\n{"other": "x"}\n{"text": 7}\n["text"]\n{"text": "two"\n'
         b'{"text": "\\ud83d"}\n{"text": "\xff"}\n{"text": "two"}\n' + b"[" * 100_000 + b"\n")
     (folder / "b.txt").write_bytes(b"caf\xe9")
-    (folder / "c.txt").write_bytes(b"good words " * 500_000 + b"\xe9 bad end")
+    (folder / "c.txt").write_bytes(b"good words " * 400_000 + b"\xe9 bad end")
     column = pyarrow.array([b"three", None, b"\xff\xfe", b"four"], type=pyarrow.binary())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), folder / "d.parquet")
     result = build(folder, "--out", tmp_path / "o", "--shard_size", 4)
     assert result.returncode == 0, result.stderr
     assert shards_in(tmp_path / "o") == oracle_shards(["one", "two", "three", "four"], 4, oracle)
     for line in ("12 bad rows left out", "a.jsonl: line 3: null in 'text'", "a.jsonl: line 4: no 'text'",
-                 "a.jsonl: line 5: 'text' is no text", "a.jsonl: line 6: no 'text'", "a.jsonl: line 7: not JSON",
-                 "a.jsonl: line 8: not UTF-8", "a.jsonl: line 9: not UTF-8 at byte 10", "a.jsonl: line 11: not JSON",
+                 "a.jsonl: line 5: 'text' is no text", "a.jsonl: line 6: no 'text'",
+                 "a.jsonl: line 7: not JSON",
+                 "a.jsonl: line 8: not UTF-8", "a.jsonl: line 9: not UTF-8 at byte 10",
+                 "a.jsonl: line 11: not JSON",
                  "b.txt: not UTF-8 at byte 3", "c.txt: not UTF-8", "d.parquet: row 2: null",
                  "d.parquet: row 3: not UTF-8 at byte 0"):
         assert line in result.stdout, (line, result.stdout)
@@ -280,10 +298,10 @@ def is_alive(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
     """A corpus that takes seconds, and its shards by the plain loop."""
-    texts = corpus() * 60
+    texts = corpus() * 30
     path = tmp_path_factory.mktemp("large") / "large.jsonl"
     write_jsonl(path, texts)
-    return path, oracle_shards(texts, 60_000, plain_encoding())
+    return path, oracle_shards(texts, 40_000, plain_encoding())
 
 
 @pytest.mark.parametrize("victim, how, code", [
@@ -294,7 +312,7 @@ def test_killed_mid_way_it_leaves_no_half_shard_and_carries_on(victim: str, how:
                                                                tmp_path: Path) -> None:
     source, expected = large
     out = tmp_path / "o"
-    arguments = [str(source), "--out", str(out), "--shard_size", "60000", "--workers", "2",
+    arguments = [str(source), "--out", str(out), "--shard_size", "40000", "--workers", "2",
                  "--vocabulary", str(vocabulary())]
     process = subprocess.Popen([sys.executable, str(DATA / SCRIPT), *arguments], stderr=subprocess.PIPE,
                                stdout=subprocess.DEVNULL, encoding="utf-8", start_new_session=True)
@@ -335,14 +353,15 @@ def test_carrying_on_gives_the_same_report(tmp_path: Path, monkeypatch: pytest.M
     ranks = fineweb.read_ranks(vocabulary())
 
     def whole(out: Path) -> str:
-        report = fineweb.build(fineweb.local_sources([path]), out, field="text", shard_size=SHARD_SIZE, ranks=ranks,
+        report = fineweb.build(fineweb.local_sources([path]), out, field="text", shard_size=SHARD_SIZE,
+                               ranks=ranks,
                                workers=1, strict=False)
         return report.replace(str(out), "").split(";")[0] + report[report.index("\n"):]
 
     at_once = whole(tmp_path / "at once")
     assert "2 bad rows" in at_once
     commit = shards.ShardWriter.commit
-    for stop in range(len(expected)):  # ends before the file of shard `stop` is there, and again, and again
+    for stop in (0, 1, 2, len(expected) - 1):  # ends just before shard `stop` gets its name, again and again
         def failing(writer: shards.ShardWriter, stop: int = stop) -> None:
             if writer.path == fineweb.shard_path(tmp_path / "in parts", stop):
                 raise KeyboardInterrupt
@@ -380,16 +399,18 @@ def cut_gzip(path: Path) -> None:
      ["no column 'text', but body, n", "--field"]),
     ("d.parquet", lambda path: pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), path),
      ["holds int64, not text", "--field"]),
-    ("e.parquet", lambda path: pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], "string")}), path),
+    ("e.parquet",
+     lambda path: pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], "string")}), path),
      []),
     ("f.jsonl", lambda path: path.write_text("\n\n"), []),
     ("g.jsonl", lambda path: path.write_text("{}\n"), ["g.jsonl: line 1: no 'text'"]),
     ("h.jsonl.gz", lambda path: path.write_bytes(b"plain"), ["not a whole gzip file"]),
     ("i.jsonl.gz", cut_gzip, ["not a whole gzip file"]),
 ])
-def test_inputs_that_will_not_do(name: str, make: Callable[[Path], object], parts: list[str], tmp_path: Path) -> None:
+def test_inputs_that_will_not_do(name: str, make: Callable[[Path], object], parts: list[str],
+                                 tmp_path: Path) -> None:
     make(tmp_path / name)
-    result = build(tmp_path / name, "--out", tmp_path / "o", "--workers", 1)
+    result = build(tmp_path / name, "--out", tmp_path / "o")
     assert_user_error(result, *(parts and [name]), *(parts or ["no document in the inputs"]))
     assert not list(tmp_path.glob("o/*"))
 
@@ -397,12 +418,13 @@ def test_inputs_that_will_not_do(name: str, make: Callable[[Path], object], part
 def test_output_folders_that_will_not_do(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "some words to make shards of"}\n' * 20)
     (tmp_path / "file").write_text("mine")
-    common = (tmp_path / "a.jsonl", "--workers", 1, "--shard_size", 50)
+    common = (tmp_path / "a.jsonl", "--shard_size", 50)
     assert_user_error(build(*common, "--out", tmp_path / "file"), tmp_path / "file", "--out")
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "others").mkdir()
     (tmp_path / "others/fineweb_train_000001.bin").write_bytes(shard([EOT]))
-    assert_user_error(build(*common, "--out", tmp_path / "others"), "fineweb_train_000001.bin is there already")
+    assert_user_error(build(*common, "--out", tmp_path / "others"),
+                      "fineweb_train_000001.bin is there already")
     assert shards_in(tmp_path / "others") == {"fineweb_train_000001.bin": shard([EOT])}
     out = tmp_path / "o"
     assert build(*common, "--out", out).returncode == 0
@@ -419,7 +441,7 @@ def test_output_folders_that_will_not_do(tmp_path: Path) -> None:
 
 def test_a_shard_that_vanished_or_broke_is_not_built_over(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "some words to make shards of"}\n' * 20)
-    arguments = (tmp_path / "a.jsonl", "--workers", 1, "--shard_size", 50, "--out", tmp_path / "o")
+    arguments = (tmp_path / "a.jsonl", "--shard_size", 50, "--out", tmp_path / "o")
     assert build(*arguments).returncode == 0
     path = tmp_path / "o" / "fineweb_train_000001.bin"
     content = path.read_bytes()
@@ -431,9 +453,11 @@ def test_a_shard_that_vanished_or_broke_is_not_built_over(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("arguments, part", [
     ([], "--version"), (["x.txt"], "--out DIR"), (["x.txt", "--version", "10B"], "--version"),
-    (["--version", "11B"], "11B"), (["x.txt", "--out", "o", "--shard_size", "0"], "0 is not from 1 to 2147483647"),
+    (["--version", "11B"], "11B"), (["x.txt", "--out", "o", "--shard_size", "0"],
+                                    "0 is not from 1 to 2147483647"),
     (["x.txt", "--out", "o", "--workers", "two"], "'two' is no whole number"), (["verify"], "PATTERN"),
-    (["decode"], "FILE"), (["decode", "x", "--at", "y"], "--at"), (["verify", "x", "--batch_tokens", "0"], "0 is not"),
+    (["x.txt", "--out", ""], "an empty path"), (["decode"], "FILE"), (["decode", "x", "--at", "y"], "--at"),
+    (["verify", "x", "--batch_tokens", "0"], "0 is not"),
 ])
 def test_wrong_arguments(arguments: list[str], part: str) -> None:
     assert_user_error(run(SCRIPT, *arguments), part, code=2)
@@ -491,7 +515,7 @@ def test_without_network_or_file_it_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_tiktokens_cache_is_honoured(tmp_path: Path, oracle: tiktoken.Encoding) -> None:
-    """The two files that tiktoken would download, rebuilt from the ranks; tiktoken itself checks their sha256."""
+    """The two files that tiktoken would download, rebuilt from the ranks; tiktoken checks their sha256."""
     ranks = {oracle.decode_single_token_bytes(rank): rank for rank in range(50256)}
     letter = {oracle.decode_single_token_bytes(rank)[0]: chr(code) for rank, code in enumerate(
         [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)])}
@@ -509,7 +533,8 @@ def test_tiktokens_cache_is_honoured(tmp_path: Path, oracle: tiktoken.Encoding) 
         return parts
 
     encoder = json.dumps({**{spelled(token): rank for token, rank in ranks.items()}, "<|endoftext|>": EOT})
-    merges = "".join(" ".join(map(spelled, halves(token))) + "\n" for token, rank in ranks.items() if rank >= 256)
+    merges = "".join(" ".join(map(spelled, halves(token))) + "\n" for token,
+                     rank in ranks.items() if rank >= 256)
     root = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
     for name, content in (("encoder.json", encoder), ("vocab.bpe", "#version: 0.2\n" + merges)):
         (tmp_path / hashlib.sha1((root + name).encode()).hexdigest()).write_bytes(content.encode())
@@ -521,8 +546,14 @@ def test_tiktokens_cache_is_honoured(tmp_path: Path, oracle: tiktoken.Encoding) 
 
 
 def test_only_data_imports_tiktoken() -> None:
-    code = "import sys, train_gpt_medium; sys.exit('tiktoken' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=DATA.parent, timeout=60).returncode == 0
+    importers = set()
+    for path in [*DATA.parent.glob("*.py"), *DATA.glob("*.py"), *(DATA.parent / "records").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else \
+                [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] == "tiktoken" for name in names):
+                importers.add(path.relative_to(DATA.parent).as_posix())
+    assert importers == {"data/fineweb.py", "data/rehearsal.py"}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -558,8 +589,10 @@ def test_verify_reports_each_shard_and_the_sums(tmp_path: Path) -> None:
     result = run(SCRIPT, "verify", tmp_path / "*.bin", "--batch_tokens", 5)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert "fineweb_train_000001.bin: format version 1, 21 tokens, 1066 bytes, ids 5 to 50256, 1 documents" in lines[0]
-    assert "ids 3 to 50256, 1 documents" in lines[1] and "4 tokens, 1032 bytes, ids 7 to 50256, 2 documents" in lines[2]
+    assert lines[0].endswith("fineweb_train_000001.bin: format version 1, 21 tokens, 1066 bytes, "
+                             "ids 5 to 50256, 1 documents")
+    assert "21 tokens, 1066 bytes, ids 3 to 50256, 1 documents" in lines[1]
+    assert "4 tokens, 1032 bytes, ids 7 to 50256, 2 documents" in lines[2]
     assert lines[3] == "in all 3 good shards, 46 tokens, 4 documents"
     # in 21 tokens: batches at 0, 5 and 10; at 15, 15 + 5 + 1 reaches the end
     assert lines[4].startswith("2 train shards give 6 batches of 5 tokens and so feed 6 steps")

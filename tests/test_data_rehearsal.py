@@ -112,7 +112,8 @@ def test_whatever_is_wrong_is_put_right_with_the_same_bytes(made: Path) -> None:
 ], ids=["cut", "gone", "one more", "stamp of another kind", "cut stamp", "no stamp", "another Python"])
 def test_every_change_is_noticed(change: Callable[[Path], object], tmp_path: Path,
                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "documents", lambda: ["Some text. "] * 5 + [f"Text {i}." for i in range(95)])
+    monkeypatch.setattr(rehearsal, "documents",
+                        lambda: ["Some text. "] * 5 + [f"Text {i}." for i in range(95)])
     folder = tmp_path / "small"
     assert rehearsal.write_rehearsal(folder)
     assert rehearsal.write_rehearsal(folder) is None

@@ -1,11 +1,13 @@
 """The shard format: one table of good and bad files for both readers, and the writer against struct.
 
-The readers are data/shards.py and load_shard of train_gpt_medium.py, which must stand alone; here they are held to
-the same answers. Every file is put together by data_helpers.shard, field by field.
+The readers are data/shards.py and load_shard of train_gpt_medium.py, which must stand alone; here they are
+held to the same answers. Every file is put together by data_helpers.shard, field by field.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import struct
 import subprocess
@@ -76,7 +78,8 @@ BAD = {
 
 @READERS
 @pytest.mark.parametrize("tokens", GOOD.values(), ids=GOOD)
-def test_good_shards_are_read_exactly(read: Callable[[Path], list[int]], tokens: list[int], tmp_path: Path) -> None:
+def test_good_shards_are_read_exactly(read: Callable[[Path], list[int]], tokens: list[int],
+                                      tmp_path: Path) -> None:
     path = tmp_path / "good.bin"
     path.write_bytes(shard(tokens))
     assert read(path) == tokens
@@ -168,6 +171,30 @@ def test_a_killed_writer_leaves_nothing_that_reads_as_a_shard(tmp_path: Path) ->
     assert len(left) == 1 and left[0].suffix == ".tmp"
     with pytest.raises(ValueError):
         shards.check_shard(left[0])
+
+
+class FullDisk(io.RawIOBase):
+    """A file on a disk with no room left."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return offset
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught, shards.ShardWriter(tmp_path / "full.bin") as writer:
+        real = writer._file
+        writer._file = io.BufferedWriter(FullDisk())
+        writer.append(np.zeros(10, dtype=np.uint16))
+        writer.commit()
+    real.close()
+    assert caught.value.filename == str(tmp_path / "full.bin") and "No space" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_runs_do_not_write_one_folder(tmp_path: Path) -> None:
