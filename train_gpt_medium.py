@@ -15,6 +15,7 @@ import csv
 import dataclasses
 import datetime
 import difflib
+import fcntl
 import glob
 import hashlib
 import copy
@@ -26,12 +27,15 @@ import math
 import os
 import platform
 import re
+import select
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 import typing
 import uuid
 from collections.abc import Iterable, Iterator
@@ -43,7 +47,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 try:
@@ -132,8 +135,8 @@ class Hyperparameters:
     compare_with: str = "recipe"  # published curve: recipe = the recipe's own, none, or a curve.csv or a log
     save_every: int = 0  # steps between checkpoints; 0 = none
     save_final: bool = False  # a checkpoint at the end
-    keep_checkpoints: int = 2  # newest checkpoints of a run that are kept
-    resume: str = ""  # a checkpoint's folder, or auto = the newest of this run_name if there is one
+    keep_checkpoints: int = 2  # newest checkpoints kept of a run and those it continues with --resume auto
+    resume: str = ""  # a checkpoint's folder, or auto = the newest of the unfinished runs of this run_name, if there is one
     resume_anyway: bool = False  # resume although source or hyperparameters differ; the log says which
 
 
@@ -386,7 +389,8 @@ def start_distributed(args: Hyperparameters, rank: int, local_rank: int, world_s
         torch.cuda.set_device(device)
     if world_size == 1:
         return Distributed(rank, local_rank, world_size, device)
-    limits = [datetime.timedelta(seconds=s) for s in (args.startup_timeout, args.step_timeout)]
+    # a minute more than Watch's limit, so that Watch, which says where each rank stands, speaks first
+    limits = [datetime.timedelta(seconds=s) for s in (args.startup_timeout, args.step_timeout + 60)]
     backend = "nccl" if cuda else "gloo"
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limits[0]))
     dist.init_process_group(backend, store=dist.PrefixStore("training", store), rank=rank, world_size=world_size,
@@ -395,30 +399,214 @@ def start_distributed(args: Hyperparameters, rank: int, local_rank: int, world_s
                        control=dist.new_group(backend="gloo", timeout=limits[1]))
 
 
-class StopRequest:
-    """SIGINT and SIGTERM. In training the step is finished first, and all ranks leave after the same step.
+SEPARATOR = "=" * 100
 
-    The agreement is one int32 over gloo, started at one step and read at the next: it costs the device nothing.
+
+def console(text: str, end: str = "\n") -> None:
+    """Print. A console that went away (a closed pipe, a full disk under it) does not end the run."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError:
+        pass
+
+
+class RunLog:
+    """The run's log on rank 0 (path None: a rank that logs nothing), written line by line and locked while the run lives.
+    A disk that fails does not end the run: lines are lost, the console says so once, and the log says how many when it
+    can be written again."""
+
+    def __init__(self, path: Path | None, source: bytes = b"") -> None:
+        self.path, self.lost = path, 0
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "xb", buffering=0)
+            try:
+                self._append(source + (b"" if source.endswith(b"\n") else b"\n") + f"{SEPARATOR}\n".encode())
+            except OSError:
+                path.unlink()
+                raise
+        except OSError as e:
+            raise UserError(f"{path}: the run's log cannot be written there ({e.strerror}); --log_dir names another "
+                            "folder") from None
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it when the process ends, see is_running
+        except OSError:  # a file system without locks
+            pass
+
+    def _append(self, data: bytes) -> None:
+        """All of data or nothing of it: the first half of a line could pass for another line."""
+        end = self.file.tell()
+        try:
+            while data:
+                data = data[self.file.write(data):]
+        except OSError:
+            self.file.truncate(end)
+            self.file.seek(end)
+            raise
+
+    def write(self, line: str) -> None:
+        if self.path is None:
+            return
+        note = f"log: {self.lost} lines lost before this one\n" if self.lost else ""
+        try:
+            self._append(f"{note}{line}\n".encode("utf-8", "backslashreplace"))
+            self.lost = 0
+        except OSError as e:
+            self.lost += 1
+            if self.lost == 1:
+                console(f"WARNING: {self.path}: a line could not be written ({e.strerror}); training goes on")
+
+    def say(self, line: str) -> None:
+        """To the log and to the console."""
+        self.write(line)
+        if self.path is not None:
+            console(line)
+
+    def close(self) -> None:
+        if self.path is not None and not self.file.closed:
+            if self.lost:
+                console(f"WARNING: {self.path}: its last {self.lost} lines are lost")
+            try:
+                self.file.close()
+            except OSError as e:  # a network file system may report a quota only now
+                console(f"WARNING: {self.path}: the end of the log may be lost ({e.strerror})")
+
+
+def find_cause(text: str, symptom: bool, ctx: Distributed) -> tuple[str, bool]:
+    """(the first failure that any rank reported, whether it is this rank's): the others fail because of it.
+
+    A symptom is a peer that is gone or silent. It waits 2 s, in which a failure proper is reported, and then names all
+    that ranks said of themselves, and those that said nothing.
+    """
+    if ctx.store is None:
+        return text, True
+    try:
+        store = ctx.store.clone()  # a connection of its own: the other one may be waiting
+        store.set(f"failure/{ctx.rank}", text)
+        if symptom:
+            time.sleep(2)
+            said = {r: store.check([f"failure/{r}"]) for r in range(ctx.world_size)}
+            text = "; ".join(store.get(f"failure/{r}").decode() for r in said if said[r])
+            if silent := ", ".join(str(r) for r in said if not said[r]):
+                text += f"; no word from rank {silent}: killed, or stuck"
+        first, _, cause = store.compare_set("failure", "", f"{ctx.rank} {text}").decode().partition(" ")
+        return cause, int(first) == ctx.rank
+    except (RuntimeError, ValueError):  # the store went away with the launcher that kept it
+        return text, True
+
+
+def tell_launcher(text: str) -> None:
+    """torchrun ends by printing what the first failed rank left in this file."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    extra = dict(py_callstack=text, timestamp=str(int(time.time())))
+    try:
+        if path:
+            Path(path).write_text(json.dumps(dict(message=dict(message=text, extraInfo=extra))))
+    except OSError:
+        pass
+
+
+def end_failed_rank(text: str, trace: str, symptom: bool, log: RunLog, ctx: Distributed, code: int = 1) -> typing.NoReturn:
+    """The end of one rank of several: the cause goes to log, console and launcher, once. Without the interpreter's
+    shutdown, which would wait for collectives that never end."""
+    cause, mine = find_cause(text, symptom, ctx)
+    log.write(f"failed: {cause}")
+    log.close()
+    threading.Timer(5, os._exit, (code,)).start()  # a console that blocks must not keep the rank
+    print((trace if mine else "") + (f"error: {cause}" if ctx.rank == 0 else ""), end="\n" * (mine or ctx.rank == 0),
+          file=sys.stderr, flush=True)
+    if mine:
+        tell_launcher(f"{trace}error: {cause}")
+    else:
+        time.sleep(2)  # torchrun takes the first rank to end for the root cause
+    os._exit(code)
+
+
+STOP_GRACE = 20  # seconds that a step may still take after a signal; torchrun kills its ranks after 30
+
+
+class Watch:
+    """Signals and silence, watched by a thread: a rank that waits inside C++, where Python's handlers do not run, ends too.
+
+    SIGINT and SIGTERM: outside of training the rank ends at once. In training the step is finished, and all ranks leave
+    after the same one: the agreement is one int32 over gloo, started at one step and read at the next, which costs the
+    device nothing. A second signal ends the rank at once. So does a step that outlives STOP_GRACE, or no step in
+    step_timeout seconds: these are failures, and the log says where each rank stands. A launcher that dies counts as SIGTERM.
     """
 
-    def __init__(self, ctx: Distributed) -> None:
-        self.ctx, self.signum, self.first, self.training = ctx, 0, 0.0, False
+    def __init__(self, ctx: Distributed, step_timeout: int) -> None:
+        self.ctx, self.limit, self.log, self.how_to_resume = ctx, step_timeout, RunLog(None), "nothing was saved"
+        self.step, self.beat, self.training, self.ending = 0, 0.0, False, False
+        self.signum, self.since = 0, 0.0
         self.flag = torch.zeros(1, dtype=torch.int32)
         self.work: dist.Work | None = None
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self._handle)
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.main_thread = threading.get_ident()
+        self.pipe = os.pipe()
+        os.set_blocking(self.pipe[1], False)
+        self.before = {s: signal.signal(s, lambda signum, frame: None) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.wakeup = signal.set_wakeup_fd(self.pipe[1])  # the C handler writes each signal's number there
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
-    def _handle(self, signum: int, frame: typing.Any) -> None:
-        if not self.training:
-            os._exit(128 + signum)
-        # a terminal's Ctrl-C reaches a rank twice, from the terminal and through torchrun: one wish, not two
-        if self.signum and time.monotonic() - self.first > 1.0:
-            os._exit(128 + signum)
-        if not self.signum:
-            self.signum, self.first = signum, time.monotonic()
+    def _run(self) -> None:
+        while True:
+            ready, _, _ = select.select([self.pipe[0]], [], [], 1.0)
+            received = [n for n in os.read(self.pipe[0], 64) if n in (0, *self.before)] if ready else []
+            if 0 in received:
+                return
+            if self.launcher is not None and os.getppid() != self.launcher:
+                received, self.launcher = [*received, int(signal.SIGTERM)], None
+            now = time.monotonic()
+            for signum in received:
+                # half a second: one Ctrl-C may arrive twice, from the terminal and through a launcher
+                if not self.training or (self.signum and now - self.since > 0.5):
+                    self._stop_at_once(signum)
+                if not self.signum:
+                    self.signum, self.since = signum, now
+            if not self.training:
+                continue
+            if self.signum and not self.ending and now - self.since > STOP_GRACE:
+                self._fail(f"did not end {STOP_GRACE} s after {signal.Signals(self.signum).name}", 128 + self.signum)
+            if now - self.beat > self.limit:
+                self._fail(f"has not ended after {self.limit:.0f} s", 1)
 
-    def agreed(self) -> int:
+    def _stop_at_once(self, signum: int) -> typing.NoReturn:
+        cause, name = "", signal.Signals(signum).name
+        threading.Timer(3, os._exit, (128 + signum,)).start()  # a console or disk that blocks must not keep the rank
+        if self.ctx.store is not None:
+            try:  # a launcher sends SIGTERM to the ranks that outlive another: that one's failure is the news
+                store = self.ctx.store.clone()
+                cause = store.get("failure").decode().partition(" ")[2] if store.check(["failure"]) else ""
+            except (RuntimeError, ValueError):
+                pass
+        when = "a second time, without saving" if self.training else "before training began"
+        self.log.say(f"failed: {cause}" if cause else f"interrupted at step {self.step} by {name}, {when}: {self.how_to_resume}")
+        self.log.close()
+        os._exit(128 + signum)
+
+    def _fail(self, what: str, code: int) -> typing.NoReturn:
+        frame, where = sys._current_frames().get(self.main_thread), "?"
+        while frame is not None:  # the innermost line of this file
+            if frame.f_code.co_filename == __file__:
+                where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
+                break
+            frame = frame.f_back
+        text = f"step {self.step} {what}: rank {self.ctx.rank} is in {where}"
+        if self.ctx.world_size > 1:
+            end_failed_rank(text, "", True, self.log, self.ctx, code)
+        self.log.say(f"failed: {text}")
+        os._exit(code)
+
+    def begin(self, step: int) -> None:
+        """Training begins: from here on a signal waits for the end of the step."""
+        self.step, self.beat, self.training = step, time.monotonic(), True
+
+    def agreed(self, step: int) -> int:
         """Call once a step: the signal that all ranks stop for now, or 0."""
+        self.step, self.beat = step, time.monotonic()
         if self.ctx.world_size == 1:
             return self.signum
         if self.work is not None:
@@ -429,56 +617,15 @@ class StopRequest:
         return stop
 
     def close(self) -> None:
+        """Give the signals back, once the agreement that is under way has ended."""
         if self.work is not None:
             self.work.wait()
-            self.work = None
-
-
-SEPARATOR = "=" * 100
-
-
-class RunLog:
-    """The run's log on rank 0 (path None: a rank that logs nothing), flushed line by line. A disk that fails does not
-    end the run: lines are lost, the console says so once, and the log says how many when it can be written again."""
-
-    def __init__(self, path: Path | None, source: bytes = b"") -> None:
-        self.path, self.lost, self.torn = path, 0, False
-        if path is None:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(path, "xb", buffering=0)
-            self.file.write(source + (b"" if source.endswith(b"\n") else b"\n"))
-        except OSError as e:
-            raise UserError(f"{path}: the run's log cannot be written there ({e.strerror}); --log_dir names another "
-                            "folder") from None
-        self.write(SEPARATOR)
-
-    def write(self, line: str) -> None:
-        if self.path is None:
-            return
-        note = f"log: {self.lost} lines lost before this one\n" if self.lost else ""
-        data = (("\n" if self.torn else "") + note + line + "\n").encode("utf-8", "backslashreplace")
-        try:
-            written = self.file.write(data)
-            self.torn = self.torn if written == 0 else written != len(data)
-            if written != len(data):
-                raise OSError(28, "No space left on device")
-            self.lost = 0
-        except OSError as e:
-            self.lost += 1
-            if self.lost == 1:
-                print(f"WARNING: {self.path}: a line could not be written ({e.strerror}); training goes on", flush=True)
-
-    def say(self, line: str) -> None:
-        """To the log and to the console."""
-        self.write(line)
-        if self.path is not None:
-            print(line, flush=True)
-
-    def close(self) -> None:
-        if self.path is not None:
-            self.file.close()
+        os.write(self.pipe[1], b"\0")
+        self.thread.join()
+        signal.set_wakeup_fd(self.wakeup)
+        for signum, handler in self.before.items():
+            signal.signal(signum, handler)
+        os.close(self.pipe[0]), os.close(self.pipe[1])
 
 
 def next_run_id(folder: Path) -> int:
@@ -1169,7 +1316,8 @@ class Snoo:
         self.momentum_buf: list[Tensor | None] = [None] * len(self.params)  # filled by the first outer step
         self.pieces, elements = [[]], 0
         for i, p in enumerate(self.params):
-            if elements + p.numel() > piece_elements and self.pieces[-1]:
+            # one dtype a piece: foreach is one kernel only then
+            if self.pieces[-1] and (elements + p.numel() > piece_elements or p.dtype != self.params[i - 1].dtype):
                 self.pieces.append([])
                 elements = 0
             self.pieces[-1].append(i)
@@ -1510,7 +1658,8 @@ def find_published(command: Command) -> tuple[Published | None, str]:
 # Checkpoints: a folder in which rank 0 writes what all ranks hold and each rank its own Muon shard. Written aside, then
 # renamed: complete or invisible. Read with weights_only: loading runs no code from the files.
 
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
+FINISHED = "finished"  # an empty file of this name in a run's folder of checkpoints: --resume auto passes it over
 
 
 @dataclass
@@ -1519,6 +1668,16 @@ class Progress:
     step: int = 0
     train_time_ms: float = 0.0
     val_losses: list[list[float]] = dataclasses.field(default_factory=list)  # [step, loss]
+    kept: list[str] = dataclasses.field(default_factory=list)  # older checkpoints that are still there, oldest first
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def write_synced(value: typing.Any, path: Path) -> None:
@@ -1528,11 +1687,37 @@ def write_synced(value: typing.Any, path: Path) -> None:
         os.fsync(f.fileno())
 
 
-def save_checkpoint(training: Training, progress: Progress, command: Command, source: bytes, log: RunLog, folder: Path,
+def is_running(checkpoints: Path) -> bool:
+    """Whether the run that owns this <log>_checkpoints folder is alive: then it holds the lock on its log."""
+    try:
+        with open(checkpoints.with_name(checkpoints.name.removesuffix("_checkpoints") + ".txt"), "rb") as f:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no such log, or no locks on its file system
+        pass
+    return False
+
+
+def delete_checkpoint(path: Path) -> None:
+    """Renamed first: a half-deleted checkpoint must not look whole."""
+    aside = path.parent / f".{path.name}.{uuid.uuid4().hex}"
+    os.replace(path, aside)
+    shutil.rmtree(aside)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Delete what killed runs of this name were writing or deleting; a run that is alive keeps its own."""
+    for aside in folder.glob("*_checkpoints/.step_*"):
+        if not is_running(aside.parent):
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def save_checkpoint(training: Training, progress: Progress, about: dict[str, typing.Any], keep: int, log: RunLog, folder: Path,
                     ctx: Distributed) -> None:
-    """Write folder/step_NNNNNN. A failure is said and removed; training goes on without that checkpoint."""
+    """Write folder/step_NNNNNN and drop older ones. A failure is said and removed; training goes on without it."""
     final = folder / f"step_{progress.step:06d}"
-    aside = folder / f".step_{progress.step:06d}.{uuid.uuid4().hex}"
+    aside = folder / f".{final.name}.{uuid.uuid4().hex}"
     problem = None
     try:
         if ctx.rank == 0:
@@ -1545,12 +1730,9 @@ def save_checkpoint(training: Training, progress: Progress, command: Command, so
         try:
             write_synced(state.pop("muon"), aside / f"muon_{ctx.rank}.pt")
             if ctx.rank == 0:
-                shared = dict(format=CHECKPOINT_FORMAT, **dataclasses.asdict(progress), recipe=command.recipe,
-                              scale=command.scale, world_size=ctx.world_size, log=str(log.path),
-                              hyperparameters=dataclasses.asdict(command.args), source_sha256=hashlib.sha256(source).hexdigest())
-                write_synced({**shared, **state}, aside / "shared.pt")
+                write_synced({**about, **dataclasses.asdict(progress), **state}, aside / "shared.pt")
         except (OSError, RuntimeError) as e:  # torch.save reports a full disk as either
-            problem = f"rank {ctx.rank}: {aside}: {e}"
+            problem = f"rank {ctx.rank}: {aside}: {' '.join(str(e).split())[:300]}"
     problem = next((p for p in ctx.share(problem) if p is not None), None)
     if ctx.rank == 0:
         try:
@@ -1558,11 +1740,9 @@ def save_checkpoint(training: Training, progress: Progress, command: Command, so
                 missing = [r for r in range(ctx.world_size) if not (aside / f"muon_{r}.pt").exists()]
                 if missing:
                     raise OSError(2, f"ranks {missing} wrote elsewhere; checkpoints need a folder that all nodes share")
-                if final.exists():
-                    shutil.rmtree(final)
-                os.replace(aside, final)
-                for old in sorted(folder.glob("step_*"))[:-command.args.keep_checkpoints]:
-                    shutil.rmtree(old)
+                sync_folder(aside)
+                os.rename(aside, final)
+                sync_folder(folder)
         except OSError as e:
             problem = f"{aside}: {e.strerror}"
         if problem is not None:
@@ -1570,15 +1750,49 @@ def save_checkpoint(training: Training, progress: Progress, command: Command, so
             log.say(f"WARNING: no checkpoint at step {progress.step} ({problem}); training goes on")
         else:
             log.write(f"checkpoint at step {progress.step}: {final}")
+            progress.kept.append(f"{folder.name}/{final.name}")
+            drop_older(progress.kept, keep, folder, log)
     ctx.share(None)  # no rank goes on before the folder is whole
 
 
+def drop_older(kept: list[str], keep: int, folder: Path, log: RunLog) -> None:
+    """Delete the oldest of `kept` until `keep` are left, and take them off the list. The names may come from a file: what
+    is not the name of a checkpoint beside `folder`, or belongs to a run that is alive, stays."""
+    while len(kept) > keep:
+        old = folder.parent / kept.pop(0)
+        if not re.fullmatch(r"[\w-]+_checkpoints/step_\d{6,}", f"{old.parent.name}/{old.name}") or not old.is_dir() \
+                or old.parent.parent != folder.parent or (old.parent != folder and is_running(old.parent)):
+            continue
+        try:
+            delete_checkpoint(old)
+            if not any(old.parent.iterdir()):
+                old.parent.rmdir()
+        except OSError as e:
+            log.say(f"WARNING: {old}: an old checkpoint could not be deleted ({e.strerror})")
+
+
+def mark_finished(kept: list[str], folder: Path) -> None:
+    """The next --resume auto starts a run of its own: it must not repeat the end of this one."""
+    for name in kept:
+        try:
+            ((folder / name).parent / FINISHED).touch()
+        except OSError:  # deleted meanwhile; or no room, and then --resume auto validates once more and ends
+            pass
+
+
 def find_checkpoint(args: Hyperparameters) -> Path | None:
-    """The folder that --resume names; for auto the newest whole one of this run name, None where there is none."""
+    """The folder that --resume names. For auto the newest one of this run name, None where there is none; a run that is
+    alive or has finished is not continued."""
     if args.resume != "auto":
         return local_path(args.resume)
-    found = [p for p in (local_path(args.log_dir) / args.run_name).glob("*_checkpoints/step_*") if (p / "shared.pt").is_file()]
-    return max(found, key=lambda p: ((p / "shared.pt").stat().st_mtime_ns, p.name), default=None)
+    found = []
+    for path in (local_path(args.log_dir) / args.run_name).glob("*_checkpoints/step_*"):
+        try:
+            if re.fullmatch(r"step_\d{6,}", path.name) and not (path.parent / FINISHED).exists() and not is_running(path.parent):
+                found.append(((path / "shared.pt").stat().st_mtime_ns, path))
+        except OSError:  # deleted meanwhile, or none of ours
+            pass
+    return max(found)[1] if found else None
 
 
 def load_tensors(path: Path) -> dict[str, typing.Any]:
@@ -1594,60 +1808,108 @@ def load_tensors(path: Path) -> dict[str, typing.Any]:
     return value
 
 
+PARTS = dict(format=int, step=int, train_time_ms=float, val_losses=list, kept=list, data_position=list, recipe=str, scale=str,
+             hyperparameters=dict, source_sha256=str, world_size=int, log=str, model=dict, adam=dict, snoo=(dict, type(None)),
+             rng=dict)  # of shared.pt
+
+
 def read_checkpoint(folder: Path) -> dict[str, typing.Any]:
     """Everything in a checkpoint's folder, Muon's shards joined. UserError when it is not a whole one."""
     if not (folder / "shared.pt").is_file():
         raise UserError(f"{folder}: no checkpoint is there (a folder step_NNNNNN with shared.pt and a muon_N.pt a rank)")
     shared = load_tensors(folder / "shared.pt")
-    wanted = {"format", "step", "train_time_ms", "val_losses", "hyperparameters", "source_sha256", "world_size", "log", "model",
-              "adam", "snoo", "rng"}
-    if shared.get("format") != CHECKPOINT_FORMAT or not wanted <= shared.keys():
-        raise UserError(f"{folder / 'shared.pt'}: not a checkpoint of format {CHECKPOINT_FORMAT} of this program")
+    wrong = [name for name, kind in PARTS.items() if not isinstance(shared.get(name), kind)]
+    if wrong or shared["format"] != CHECKPOINT_FORMAT or shared["world_size"] < 1 or shared["step"] < 0:
+        raise UserError(f"{folder / 'shared.pt'}: not a checkpoint of format {CHECKPOINT_FORMAT} of this program"
+                        + (f" (no good: {', '.join(wrong)})" if wrong else ""))
     shards = [load_tensors(folder / f"muon_{r}.pt") for r in range(shared["world_size"])]
-    if any(shard.keys() != {"state", "param_groups"} for shard in shards):
+    if any(not isinstance(shard.get(name), kind) for shard in shards for name, kind in (("state", dict), ("param_groups", list))):
         raise UserError(f"{folder}: a muon_N.pt holds something else than Muon's state")
     shared["muon"] = dict(state={i: s for shard in shards for i, s in shard["state"].items()},
                           param_groups=shards[0]["param_groups"])
     return shared
 
 
-def check_resumable(saved: dict[str, typing.Any], args: Hyperparameters, source: bytes, folder: Path) -> list[str]:
+def open_checkpoint(args: Hyperparameters) -> tuple[Path | None, dict[str, typing.Any] | None]:
+    """(folder, contents) of what --resume names, (None, None) where auto finds nothing."""
+    while (folder := find_checkpoint(args)) is not None:
+        try:
+            saved = read_checkpoint(folder)
+        except UserError:
+            if args.resume == "auto" and not folder.exists():  # another run deleted it meanwhile: there is a newer one
+                continue
+            raise
+        # "newest K are kept" holds over all runs that auto has chained; what the user named stays
+        saved["kept"] = [*saved["kept"], f"{folder.parent.name}/{folder.name}"] if args.resume == "auto" else []
+        return folder, saved
+    return None, None
+
+
+def stream_position(shards: list[Shard], batch_tokens: int, batch: int) -> list[typing.Any]:
+    """[shard's file name, token] at which a batch of the global stream begins; ["", 0] behind its end."""
+    for shard in shards:
+        count = batches_in_shard(shard.num_tokens, batch_tokens)
+        if batch < count:
+            return [shard.path.name, batch * batch_tokens]
+        batch -= count
+    return ["", 0]
+
+
+def check_resumable(saved: dict[str, typing.Any], args: Hyperparameters, source: bytes, train_shards: list[Shard], folder: Path
+                    ) -> list[str]:
     """What differs between the checkpoint's run and this one. UserError when anything does, unless resume_anyway."""
     ours, theirs = dataclasses.asdict(args), saved["hyperparameters"]
+    if saved["step"] > args.num_iterations:
+        raise UserError(f"{folder}: it stands at step {saved['step']}, past --num_iterations {args.num_iterations}")
     differing = [f"{n}: {theirs.get(n, 'absent')} there, {ours.get(n, 'absent')} here" for n in sorted(ours.keys() | theirs.keys())
                  if n not in BOOKKEEPING and ours.get(n, "absent") != theirs.get(n, "absent")]
     if saved["source_sha256"] != hashlib.sha256(source).hexdigest():
         differing.append("the script's source")
+    position = stream_position(train_shards, args.batch_sequences * args.train_seq_len, saved["step"])
+    if saved["step"] < args.num_iterations and saved["data_position"] != position:
+        differing.append(f"position in the training data: {saved['data_position']} there, {position} here")
     if differing and not args.resume_anyway:
         raise UserError(f"{folder}: that run is another one; --resume_anyway true takes what fits. Different:\n       "
                         + "\n       ".join(differing))
-    if saved["step"] > args.num_iterations:
-        raise UserError(f"{folder}: it stands at step {saved['step']}, past --num_iterations {args.num_iterations}")
     return differing
 
 
-def resume(training: Training, saved: dict[str, typing.Any], args: Hyperparameters, log: RunLog) -> None:
-    """Put a checkpoint's state in place. With resume_anyway, part by part, and the log names what did not fit."""
+def resume(training: Training, saved: dict[str, typing.Any], args: Hyperparameters, folder: Path) -> list[str]:
+    """Put a checkpoint's state in place; UserError when it does not fit. With resume_anyway, part by part and under this
+    run's hyperparameters; returns what the log has to say about it."""
     if not args.resume_anyway:
-        training.load(saved)
-        return
-    current = training.state()
-    model, fits = dict(current["model"]), []
-    for name, tensor in saved["model"].items():
-        if name in model and model[name].shape == tensor.shape and model[name].dtype == tensor.dtype:
-            model[name] = tensor
-            fits.append(name)
-    training.model.load_state_dict(model)
-    log.write(f"resumed anyway: {len(fits)} of {len(model)} parameters taken")
-    for part in ("adam", "muon", "snoo"):
-        optimizer = getattr(training, part)
         try:
-            if optimizer is not None:
-                optimizer.load_state_dict(saved[part])
-        except (ValueError, KeyError, TypeError) as e:
-            log.write(f"resumed anyway: {part}'s state not taken ({e})")
-    if training.snoo and saved["snoo"] is None:
+            training.load(saved)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as e:
+            raise UserError(f"{folder}: its state does not fit this model ({type(e).__name__}: {' '.join(str(e).split())[:300]})"
+                            ) from None
+        return []
+    current = training.state()
+    model = dict(current["model"])
+    fits = [n for n, t in saved["model"].items() if n in model and model[n].shape == t.shape and model[n].dtype == t.dtype]
+    training.model.load_state_dict({**model, **{n: saved["model"][n] for n in fits}})
+    lines = [f"{len(fits)} of {len(model)} parameters taken"]
+    if training.snoo:  # unless its state fits too, the slow weights are those that were taken
         training.snoo.outer_buf = [p.detach().clone() for p in training.snoo.params]
+    for part in ("adam", "muon", "snoo"):
+        optimizer, state = getattr(training, part), saved[part]
+        if optimizer is None or state is None:
+            continue
+        try:
+            if part == "snoo":
+                settings = {k: getattr(optimizer, k) for k in ("lr", "momentum", "k", "nesterov")}
+                optimizer.load_state_dict(state)
+                vars(optimizer).update(settings)
+                continue
+            if part == "adam":  # which checks no shapes
+                for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+                    for name, tensor in state["state"].get(i, {}).items():
+                        if name != "step" and tensor.shape != p.shape:
+                            raise ValueError(f"{name} of parameter {i} has the shape {tuple(tensor.shape)}, not {tuple(p.shape)}")
+            optimizer.load_state_dict({**state, "param_groups": current[part]["param_groups"]})
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            lines.append(f"{part}'s state not taken ({e})")
+    return lines
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run: checks, set-up, loop. One clock: it starts after the warm-up and stands still in validation and saving.
@@ -1690,11 +1952,12 @@ def local_checks(command: Command, source: bytes, rank: int, local_rank: int, wo
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"{folder}: the run's log cannot be written there ({existing} is "
                             f"{'not writable' if existing.is_dir() else 'not a folder'}); --log_dir names another folder")
-    found = dict(shards=[*train, *val], published=published, comparison=comparison, folder=folder, saved=None, differing=[],
-                 checkpoint=find_checkpoint(args) if args.resume else None)
-    if found["checkpoint"] is not None:
-        found["saved"] = read_checkpoint(found["checkpoint"])
-        found["differing"] = check_resumable(found["saved"], args, source, found["checkpoint"])
+    found = dict(train=train, shards=[*train, *val], published=published, comparison=comparison, folder=folder, differing=[],
+                 checkpoint=None, saved=None)
+    if args.resume:
+        found["checkpoint"], found["saved"] = open_checkpoint(args)
+    if found["saved"] is not None:
+        found["differing"] = check_resumable(found["saved"], args, source, train, found["checkpoint"])
     return found
 
 
@@ -1724,58 +1987,61 @@ def peak_memory(ctx: Distributed) -> str:
 
 
 def failure_text(error: Exception, rank: int, step: int, ctx: Distributed) -> str:
+    text = " ".join(str(error).split())[:1000] or "no message"
     if isinstance(error, torch.OutOfMemoryError):
         return (f"rank {rank} ran out of GPU memory at step {step} ({peak_memory(ctx)}); lower it with --head_chunks 8 (logits), "
-                "--train_seq_len (activations) or --val_seq_len, or --snoo false (two copies of the model)")
-    return f"rank {rank} failed at step {step}: {type(error).__name__}: {str(error).strip() or 'no message'}"
+                f"--train_seq_len (activations) or --val_seq_len, or --snoo false (two copies of the model); {text}")
+    return f"rank {rank} failed at step {step}: {'' if isinstance(error, UserError) else type(error).__name__ + ': '}{text}"
 
 
-def root_cause(text: str, ctx: Distributed) -> str:
-    """The first failure that any rank reported: the others fail because of it."""
-    if ctx.store is None:
-        return text
-    try:
-        return ctx.store.compare_set("failure", "", text).decode()
-    except (RuntimeError, ValueError):  # the store went away with the rank or launcher that kept it
-        return text
+def is_symptom(error: Exception) -> bool:
+    """Whether a collective failed: because of another rank, then. Gloo raises plain RuntimeErrors."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and re.search(
+        "gloo|NCCL|pair closure|Connection", str(error)) is not None)
 
 
-def train(training: Training, progress: Progress, command: Command, found: dict[str, typing.Any], source: bytes, log: RunLog,
-          folder: Path, stop: StopRequest, ctx: Distributed) -> int:
-    """The loop. Returns the signal that ended it, or 0."""
-    args, published = command.args, found["published"]
+def how_to_resume(progress: Progress, args: Hyperparameters) -> str:
+    if progress.kept:
+        return f"resume with the same command and --resume auto, which finds {progress.kept[-1]}"
+    again = f"resume with --resume {args.resume} once more" if args.resume else "see --save_every"
+    return f"nothing was saved, {again}"
+
+
+def train(training: Training, progress: Progress, args: Hyperparameters, published: Published | None,
+          save: typing.Callable[[], None], log: RunLog, watch: Watch, ctx: Distributed) -> int:
+    """The loop. Returns the signal that ended it, or 0. `save` writes a checkpoint of `progress`."""
     total, first = args.num_iterations, progress.step
     terminal = ctx.rank == 0 and sys.stdout.isatty()
     batches = token_batches(args.train_files, args.batch_sequences * args.train_seq_len, ctx.rank, ctx.world_size, first,
                             args.vocab_size)
     batch = to_device(next(batches), ctx) if first < total else None
     clock = Clock(ctx, progress.train_time_ms)
-    stop.training = True
+    watch.begin(first)
     clock.start()
     for step in range(first, total + 1):
         # validation and saving, off the clock
         validating = step == total or (args.val_loss_every > 0 and step % args.val_loss_every == 0)
         saving = (step == total and args.save_final) or (args.save_every > 0 and step % args.save_every == 0 and step > first)
-        signum = stop.agreed()
+        watch.ending = step == total  # then a signal has nothing left to stop
+        signum = 0 if watch.ending else watch.agreed(step)
         if validating or saving or signum:
             progress.step, progress.train_time_ms = step, clock.stop()
             if signum:
-                if args.save_every > 0 and step > first:
-                    save_checkpoint(training, progress, command, source, log, folder, ctx)
-                again = "--resume auto" if args.save_every > 0 else "nothing was saved, see --save_every"
-                log.say(f"interrupted at step {step}: resume with: {again}")
+                watch.ending = True
+                if (args.save_every > 0 or args.save_final) and step > first:
+                    save()
                 return signum
             if validating:
                 loss = validate(training, step, args, ctx)
-                progress.val_losses.append([step, loss])
+                progress.val_losses = [pair for pair in progress.val_losses if pair[0] < step] + [[step, loss]]
                 line = (f"step:{step}/{total} val_loss:{loss:.6f} train_time:{progress.train_time_ms:.0f}ms "
                         f"step_avg:{progress.train_time_ms / max(step, 1):.2f}ms{published.remark(step, loss) if published else ''}")
                 log.write(line)
                 left = progress.train_time_ms / max(step, 1) * (total - step) / 6e4
                 if ctx.rank == 0:
-                    print(f"{chr(13) if terminal else ''}{line} time_left:{left:.1f}min", flush=True)
+                    console(f"{chr(13) if terminal else ''}{line} time_left:{left:.1f}min")
             if saving:
-                save_checkpoint(training, progress, command, source, log, folder, ctx)
+                save()
             if step == total:
                 return 0
             clock.start()
@@ -1789,7 +2055,7 @@ def train(training: Training, progress: Progress, command: Command, found: dict[
         line = f"step:{step + 1}/{total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms"
         log.write(line)
         if terminal:
-            print(f"\r{line} ", end="", flush=True)
+            console(f"\r{line} ", end="")
     raise AssertionError("the loop ends by validating")
 
 
@@ -1813,65 +2079,87 @@ def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
         return
 
     ctx = start_distributed(args, rank, local_rank, world_size)
-    ctx.agree(problem)
-    saved = found["saved"]
-    if args.seed is None:
-        args.seed = saved["hyperparameters"]["seed"] if saved else int.from_bytes(os.urandom(4), "little")
-    if args.run_id is None:
-        args.run_id = next_run_id(found["folder"])
-    # what rank 0 drew or found holds for all
-    args.seed, args.run_id, name = ctx.share((args.seed, args.run_id, f"{args.run_id:03d}_{uuid.uuid4()}"))[0]
-    same = ctx.share(dataclasses.asdict(args) | {"step": saved["step"] if saved else 0})
-    if any(other != same[0] for other in same):
-        raise UserError("the ranks were started with different hyperparameters or checkpoints; start all with one command")
-    log, problem = RunLog(None), None
-    if rank == 0:
+    watch, log, progress, saved = Watch(ctx, args.step_timeout), RunLog(None), Progress(), found.pop("saved", None)
+    try:
+        ctx.agree(problem)
+        if args.seed is None:
+            args.seed = saved["hyperparameters"]["seed"] if saved else int.from_bytes(os.urandom(4), "little")
+        if args.run_id is None:
+            args.run_id = next_run_id(found["folder"])
+        # what rank 0 drew or found holds for all
+        args.seed, args.run_id, name = ctx.share((args.seed, args.run_id, f"{args.run_id:03d}_{uuid.uuid4()}"))[0]
+        same = ctx.share(dataclasses.asdict(args) | {"checkpoint": found["checkpoint"] and found["checkpoint"].name})
+        if any(other != same[0] for other in same):
+            raise UserError("the ranks were started with different hyperparameters or checkpoints; start all with one command")
+
+        # state before the log: a checkpoint that does not fit leaves nothing behind
+        training, remarks = build_training(args, ctx), found["differing"]
         try:
-            log = RunLog(found["folder"] / f"{name}.txt", source)
+            if saved:
+                remarks = [*remarks, *resume(training, saved, args, found["checkpoint"])]
+                progress = Progress(saved["step"], saved["train_time_ms"], saved["val_losses"], saved["kept"])
         except UserError as e:
             problem = str(e)
-    ctx.agree(problem)
-    for line in log_header(command, ctx, source, found["shards"], f"{args.run_name}/{name}", saved["log"] if saved else ""):
-        log.write(line)
-    for line in [*plan(command, world_size), found["comparison"]]:
-        log.say(line)
-    if args.resume:
-        log.say(f"resumed from: {found['checkpoint']} at step {saved['step']}" if saved else
-                f"resumed from: nothing, there is no checkpoint under {found['folder']}; starting at step 0")
-        for line in found["differing"]:
+        ctx.agree(problem)
+        try:
+            if rank == 0:
+                log = watch.log = RunLog(found["folder"] / f"{name}.txt", source)
+        except UserError as e:
+            problem = str(e)
+        ctx.agree(problem)
+        parent = saved["log"] if saved else ""
+        for line in log_header(command, ctx, source, found["shards"], f"{args.run_name}/{name}", parent):
+            log.write(line)
+        for line in [*plan(command, world_size), found["comparison"]]:
+            log.say(line)
+        if args.resume:
+            log.say(f"resumed from: {found['checkpoint']} at step {progress.step}" if saved else
+                    f"resumed from: nothing, no unfinished run under {found['folder']} has a checkpoint; starting at step 0")
+        for line in remarks:
             log.write(f"resumed anyway: {line}")
-    log.write(SEPARATOR)
-
-    stop, progress = StopRequest(ctx), Progress()
-    try:
-        training = build_training(args, ctx)
-        if saved:
-            resume(training, saved, args, log)
-            progress = Progress(saved["step"], saved["train_time_ms"], [list(pair) for pair in saved["val_losses"]])
-        found["saved"] = saved = None
+        log.write(SEPARATOR)
+        if rank == 0 and (args.save_every or args.save_final):
+            clear_leftovers(found["folder"])
+        saved, watch.how_to_resume = None, how_to_resume(progress, args)
         warm_up(training, args, ctx)
-        signum = train(training, progress, command, found, source, log, found["folder"] / f"{name}_checkpoints", stop, ctx)
+
+        about = dict(format=CHECKPOINT_FORMAT, recipe=command.recipe, scale=command.scale, world_size=world_size,
+                     log=f"{args.run_name}/{name}.txt", hyperparameters=dataclasses.asdict(args),
+                     source_sha256=hashlib.sha256(source).hexdigest())
+
+        def save() -> None:
+            about["data_position"] = stream_position(found["train"], args.batch_sequences * args.train_seq_len, progress.step)
+            save_checkpoint(training, progress, about, args.keep_checkpoints, log, found["folder"] / f"{name}_checkpoints", ctx)
+            watch.beat, watch.how_to_resume = time.monotonic(), how_to_resume(progress, args)
+
+        signum = train(training, progress, args, found["published"], save, log, watch, ctx)
         if signum == 0 and found["published"] and (verdict := found["published"].verdict(progress.val_losses[-1][1])):
             log.say(verdict)
         log.write(peak_memory(ctx))
-        stop.close()
+        if rank == 0 and not signum:
+            mark_finished(progress.kept, found["folder"])
+        if signum:
+            log.say(f"interrupted at step {progress.step}: {watch.how_to_resume}")
+        if rank == 0:
+            loss = progress.val_losses[-1][1] if progress.val_losses else float("nan")
+            console(f"{'interrupted' if signum else 'finished'}: recipe {command.recipe}, scale {command.scale}, {progress.step} "
+                    f"steps on {world_size} ranks\nlog: {log.path}\nval_loss: {loss:.6f}")
+        log.close()
+        watch.close()
     except Exception as e:
-        text = failure_text(e, rank, progress.step, ctx)
-        cause = root_cause(text, ctx)
-        log.write(f"failed: {cause}")
-        if isinstance(e, (torch.OutOfMemoryError, UserError)) or (cause != text and rank == 0):
-            raise UserError(cause) from e
+        text = str(e) if isinstance(e, UserError) and not watch.training else failure_text(e, rank, progress.step, ctx)
+        known = isinstance(e, (torch.OutOfMemoryError, UserError))
+        if world_size > 1:
+            end_failed_rank(text, "" if known else traceback.format_exc(), is_symptom(e), log, ctx)
+        log.write(f"failed: {text}")
+        log.close()
+        watch.close()
+        if known:
+            raise UserError(text) from None
         raise
-    log.close()
-    if rank == 0:
-        loss = progress.val_losses[-1][1] if progress.val_losses else float("nan")
-        ended = "interrupted" if signum else "finished"
-        print(f"{ended}: recipe {command.recipe}, scale {command.scale}, {progress.step} steps on {world_size} ranks\n"
-              f"log: {log.path}\nval_loss: {loss:.6f}", flush=True)
     if world_size > 1:
         dist.destroy_process_group()
     if signum:
-        sys.stdout.flush()
         os._exit(128 + signum)
 
 
@@ -1886,11 +2174,15 @@ def main(argv: list[str] | None = None) -> None:
     try:
         rank, local_rank, world_size = environment_ranks()
         command = parse_command(sys.argv[1:] if argv is None else list(argv))
-        record(run)(command, rank, local_rank, world_size)  # record: torchrun's closing report names the cause
+        run(command, rank, local_rank, world_size)
     except UserError as e:
         if rank == 0:
             print(f"error: {e}", file=sys.stderr, flush=True)
+        tell_launcher(f"error: {e}")
         raise SystemExit(1) from None
+    except Exception:
+        tell_launcher(traceback.format_exc())
+        raise
 
 
 if __name__ == "__main__":
