@@ -160,6 +160,8 @@ BAD = {
     "a killed run, then a whole one": (published_log(1)[:-9000] + b"\n" + published_log(2),
                                        "several runs in one file"),
     "ours without steps, then ours": (HEAD + own_log(2), "several runs in one file"),
+    "ours without steps, then ours, plain": (own_log(1, source=b"x = 1\n", text=b"")
+                                             + own_log(2, source=b"y = 1\n"), "several runs in one file"),
     "two runs without headers": (b"a = 1\n" + LINE + body(1) + b"b = 1\n" + LINE + body(2),
                                  "several runs in one file"),
     "a validation twice": (HEAD + body(1).replace(b"peak", FINAL.search(body(1))[0] + b"\npeak"),
@@ -178,6 +180,7 @@ BAD = {
     "gzip of nothing": (gzip.compress(b""), "empty file"),
     "binary": (bytes(range(256)) * 40, "binary"),
     "utf-16": (own_log(1).decode().encode("utf-16"), "binary"),
+    "zeroes after the last line": (HEAD + body(1) + bytes(64) + b"\n", "NUL bytes"),
     "binary in the body": (HEAD + body(1) + b"\xff\xfe\n", "binary"),
     "gzip cut off": (gzip.compress(own_log(1))[:-200], "damaged gzip"),
     "gzip with wrong bytes": (gzip.compress(own_log(1))[:300] + b"\0" * 60 + gzip.compress(own_log(1))[360:],
