@@ -1,7 +1,7 @@
 """data/fineweb.py with GPT-2's real ranks.
 
-Its shards equal a plain loop's byte for byte, from every kind of input, with any number of workers, interrupted
-or not; then the vocabulary, verify, decode and every message for a mistake.
+Its shards equal a plain loop's byte for byte, from every kind of input, with any number of workers,
+interrupted or not; then the vocabulary, verify, decode and every message for a mistake.
 """
 
 from __future__ import annotations

@@ -179,6 +179,9 @@ class FullDisk(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True
+
     def write(self, content: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
