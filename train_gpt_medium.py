@@ -1,8 +1,10 @@
-"""GPT-2 Medium speedrun: FineWeb to a validation cross-entropy of 2.92 on 8 H100s, AdamW + Muon wrapped in Snoo.
+"""GPT-2 Medium speedrun: FineWeb to a validation cross-entropy of 2.92 on 8 H100s, AdamW + Muon wrapped in
+Snoo.
 
-Evidence for the default recipe, 2025-09-16_Snoo (modded-nanogpt, track 2, pull request 128): 30 runs, val loss mean
-2.919616, sd 0.000716, one-sided t-test against 2.92 p = 0.0032; 1404.0 s a run on its author's 8 H100s, 23.28 minutes
-on the maintainers'. The logged run: val loss 2.919060, 249.15 ms a step, 56505 MiB. See records/ for the other recipes.
+Evidence for the default recipe, 2025-09-16_Snoo (modded-nanogpt, track 2, pull request 128): 30 runs, val
+loss mean 2.919616, sd 0.000716, one-sided t-test against 2.92 p = 0.0032; 1404.0 s a run on its author's 8
+H100s, 23.28 minutes on the maintainers'. The logged run: val loss 2.919060, 249.15 ms a step, 56505 MiB. See
+records/ for the other recipes.
 
     ./run.sh                                                                        # set-up, data, launch
     python -m torch.distributed.run --standalone --nproc_per_node=8 train_gpt_medium.py
@@ -59,11 +61,12 @@ ROOT = Path(__file__).resolve().parent
 
 
 class UserError(ValueError):
-    """A mistake of the user's: printed as one message on rank 0, exit code 1. Our own mistakes are assertions."""
+    """A mistake of the user's: printed as one message on rank 0, exit code 1. Our own mistakes are
+    assertions."""
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Hyperparameters and recipes. Every tuned number of a run is a field here; the comment behind a field is its --help.
-# Precedence: default < recipe < scale < explicit --field value.
+# Hyperparameters and recipes. Every tuned number of a run is a field here; the comment behind a field is its
+# --help. Precedence: default < recipe < scale < explicit --field value.
 
 DEFAULT_RECIPE = "2025-09-16_Snoo"
 
@@ -141,7 +144,8 @@ class Hyperparameters:
 
 
 # fields that do not change what is computed: a resumed run may differ in them
-BOOKKEEPING = ("seed", "run_name", "run_id", "log_dir", "compare_with", "save_every", "save_final", "keep_checkpoints",
+BOOKKEEPING = ("seed", "run_name", "run_id", "log_dir", "compare_with", "save_every", "save_final",
+               "keep_checkpoints",
                "resume", "resume_anyway", "startup_timeout", "step_timeout")
 
 # The track's records, oldest first (modded-nanogpt, records/track_2_medium; figures in our records/).
@@ -154,7 +158,8 @@ RECIPES: dict[str, dict[str, typing.Any]] = {
     "2025-09-30_SmoothedSnooMedium": dict(
         num_iterations=5590, muon_lr=0.03, final_lr_scale=0.01, snoo=True, update_smoothing=0.2),
     "2025-10-04_GPT2MediumLayerReuse": dict(
-        num_iterations=5550, muon_lr=0.03, final_lr_scale=0.01, snoo=True, update_smoothing=0.2, backout=True),
+        num_iterations=5550, muon_lr=0.03, final_lr_scale=0.01, snoo=True, update_smoothing=0.2,
+        backout=True),
     "2025-11-02-Smear-MTP": dict(
         num_iterations=5535, muon_lr=0.03, final_lr_scale=0.01, snoo=True, update_smoothing=0.2, backout=True,
         smear=True),
@@ -181,7 +186,8 @@ class Command:
 
 
 def _parse_bool(text: str) -> bool:
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False,
+             "0": False}
     return words[text.lower()]
 
 
@@ -202,7 +208,8 @@ def parse_field(name: str, text: str) -> typing.Any:
     try:
         return parse(text)
     except (ValueError, KeyError):
-        wanted = {"int": "a whole number", "float": "a finite number", "bool": "true or false", "str": "text"}[base]
+        wanted = {"int": "a whole number", "float": "a finite number", "bool": "true or false",
+                  "str": "text"}[base]
         raise UserError(f"--{name} {text}: must be {wanted}{' or none' if optional else ''}") from None
 
 
@@ -213,21 +220,26 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 def _help_text() -> str:
     """--help, from the comments behind the fields: they are written once."""
-    lines = [__doc__.split("\n\n")[0], "", "usage: train_gpt_medium.py [--recipe NAME] [--scale NAME] [--dry_run] [--field value ...]",
+    lines = [__doc__.split("\n\n")[0], "", "usage: train_gpt_medium.py [--recipe NAME] [--scale NAME] "
+             "[--dry_run] [--field value ...]",
              "", "  --recipe NAME  " + " | ".join(RECIPES) + f"  (default {DEFAULT_RECIPE})",
              "  --scale NAME   " + " | ".join(SCALES) + "  (default record)",
-             "  --dry_run      do every check, print what would run, and end before the model is built (=options: only the",
+             "  --dry_run      do every check, print what would run, and end before the model is built "
+             "(=options: only the",
              "                 checks that need no data)",
-             "", "fields, with the default recipe's values (precedence: default < recipe < scale < explicit field):"]
+             "", "fields, with the default recipe's values (precedence: default < recipe < scale < explicit "
+             "field):"]
     for line in inspect.getsource(Hyperparameters).splitlines():
         if match := re.match(r"    (\w+): ([\w| ]+) = (.*?)  # (.*)", line):
             name, kind, default, text = match.groups()
-            lines.append(f"  --{name} {kind.replace(' | None', '').upper()}  ".ljust(38) + f"{text}  (default {default})")
+            lines.append(f"  --{name} {kind.replace(' | None', '').upper()}  ".ljust(38)
+                         + f"{text}  (default {default})")
     return "\n".join(lines)
 
 
 def parse_command(argv: list[str]) -> Command:
-    """Resolve `--field value`, `--field=value` and bare `--boolean_field`; UserError on anything unknown or ill-typed."""
+    """Resolve `--field value`, `--field=value` and bare `--boolean_field`; UserError on anything unknown or
+    ill-typed."""
     names = {f.name: f.type for f in dataclasses.fields(Hyperparameters)}
     known = [*names, "recipe", "scale", "dry_run", "help"]
     given: dict[str, str] = {}
@@ -271,7 +283,8 @@ def parse_command(argv: list[str]) -> Command:
 
 
 def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
-    """The one validator of all fields and of how they combine. UserError lists every broken rule with its values."""
+    """The one validator of all fields and of how they combine. UserError lists every broken rule with its
+    values."""
     broken: list[str] = []
 
     def rule(holds: bool, values: str, text: str) -> None:
@@ -282,17 +295,21 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
         for name in names.split():
             rule(holds(getattr(args, name)), f"--{name} {getattr(args, name)}", text)
 
-    each("batch_sequences num_iterations snoo_k head_chunks num_heads head_dim model_dim keep_checkpoints startup_timeout "
+    each("batch_sequences num_iterations snoo_k head_chunks num_heads head_dim model_dim keep_checkpoints "
+         "startup_timeout "
          "step_timeout", lambda v: v >= 1, "must be at least 1")
-    each("train_seq_len val_seq_len window_max", lambda v: v >= 128 and v % 128 == 0, "must be a positive multiple of 128")
+    each("train_seq_len val_seq_len window_max", lambda v: v >= 128 and v % 128 == 0,
+         "must be a positive multiple of 128")
     each("muon_momentum_start muon_momentum_end snoo_momentum adam_beta1 adam_beta2 update_smoothing",
          lambda v: 0 <= v < 1, "must lie in [0, 1)")
     each("head_lr embed_lr scalar_lr muon_lr snoo_lr adam_eps attention_scale logit_softcap", lambda v: v > 0,
          "must be positive")
     each("cooldown_frac final_lr_scale", lambda v: 0 <= v <= 1, "must lie in [0, 1]")
-    each("adam_weight_decay muon_weight_decay mlp_decay_multiplier val_loss_every warmup_steps muon_momentum_steps save_every "
+    each("adam_weight_decay muon_weight_decay mlp_decay_multiplier val_loss_every warmup_steps "
+         "muon_momentum_steps save_every "
          "update_smoothing_steps eot_token", lambda v: v >= 0, "must not be negative")
-    rule(args.num_layers >= 12, f"--num_layers {args.num_layers}", "must be at least 12 (value embeddings feed the first "
+    rule(args.num_layers >= 12, f"--num_layers {args.num_layers}", "must be at least 12 (value embeddings "
+         "feed the first "
          "and the last five blocks, skip connections reach block 11)")
     rule(args.seed is None or 0 <= args.seed < 2**63, f"--seed {args.seed}", "must lie in [0, 2^63)")
     rule(args.run_id is None or 0 <= args.run_id, f"--run_id {args.run_id}", "must not be negative")
@@ -301,13 +318,17 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
     rule(args.num_heads * args.head_dim == args.model_dim,
          f"--num_heads {args.num_heads} --head_dim {args.head_dim} --model_dim {args.model_dim}",
          "num_heads * head_dim must equal model_dim")
-    rule(args.head_dim % 4 == 0, f"--head_dim {args.head_dim}", "must be a multiple of 4 (rotary frequencies)")
-    rule(2 <= args.vocab_size <= 65536, f"--vocab_size {args.vocab_size}", "must lie in [2, 65536]: shards hold uint16 tokens")
+    rule(args.head_dim % 4 == 0, f"--head_dim {args.head_dim}",
+         "must be a multiple of 4 (rotary frequencies)")
+    rule(2 <= args.vocab_size <= 65536, f"--vocab_size {args.vocab_size}", "must lie in [2, 65536]: shards "
+         "hold uint16 tokens")
     rule(args.eot_token < args.vocab_size, f"--eot_token {args.eot_token} --vocab_size {args.vocab_size}",
          "eot_token must be below vocab_size")
     rule(args.train_seq_len % max(args.head_chunks, 1) == 0,
-         f"--head_chunks {args.head_chunks} --train_seq_len {args.train_seq_len}", "head_chunks must divide train_seq_len")
-    rule(args.batch_sequences % world_size == 0, f"--batch_sequences {args.batch_sequences} on {world_size} ranks",
+         f"--head_chunks {args.head_chunks} --train_seq_len {args.train_seq_len}",
+         "head_chunks must divide train_seq_len")
+    rule(args.batch_sequences % world_size == 0,
+         f"--batch_sequences {args.batch_sequences} on {world_size} ranks",
          "the number of ranks must divide batch_sequences, so that every rank takes as many sequences")
     val_batch = world_size * args.val_seq_len
     rule(args.val_tokens > 0 and args.val_tokens % max(val_batch, 1) == 0, f"--val_tokens {args.val_tokens}",
@@ -318,7 +339,8 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
     rule((start is None) == (args.update_smoothing_steps == 0),
          f"--update_smoothing_start {start} --update_smoothing_steps {args.update_smoothing_steps}",
          "a ramp of the smoothing needs both its start and its steps (or neither, for a constant beta)")
-    rule(not args.update_smoothing_interpolated or smoothing_is_on(args), "--update_smoothing_interpolated true",
+    rule(not args.update_smoothing_interpolated or smoothing_is_on(args), "--update_smoothing_interpolated "
+         "true",
          "there is no smoothing to interpolate: set update_smoothing")
     rule(not args.fused_mlp or args.model_dim % 64 == 0, f"--fused_mlp true --model_dim {args.model_dim}",
          "the fused kernel needs model_dim to be a multiple of 64")
@@ -341,8 +363,9 @@ def local_path(path: str) -> Path:
 
 @dataclass(frozen=True)
 class Distributed:
-    """Who this rank is. `group` carries the training collectives, `control` (gloo) the small host-side ones; both give
-    up after step_timeout. Group None, torch's default group, waits startup_timeout: for the warm-up, in which ranks compile."""
+    """Who this rank is. `group` carries the training collectives, `control` (gloo) the small host-side ones;
+    both give up after step_timeout. Group None, torch's default group, waits startup_timeout: for the
+    warm-up, in which ranks compile."""
     rank: int
     local_rank: int
     world_size: int
@@ -373,7 +396,8 @@ class Distributed:
 def environment_ranks() -> tuple[int, int, int]:
     """(rank, local rank, world size) as torchrun's environment gives them; (0, 0, 1) without it."""
     try:
-        rank, local, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+        rank, local, world = (int(os.environ.get(k, d)) for k,
+                              d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     except ValueError as e:
         raise UserError(f"RANK, LOCAL_RANK and WORLD_SIZE in the environment must be whole numbers: {e}") from None
     if not 0 <= rank < world:
@@ -382,7 +406,8 @@ def environment_ranks() -> tuple[int, int, int]:
 
 
 def start_distributed(args: Hyperparameters, rank: int, local_rank: int, world_size: int) -> Distributed:
-    """Join torchrun's process group. Two time limits: a long one while ranks compile, a short one in training."""
+    """Join torchrun's process group. Two time limits: a long one while ranks compile, a short one in
+    training."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -393,9 +418,11 @@ def start_distributed(args: Hyperparameters, rank: int, local_rank: int, world_s
     limits = [datetime.timedelta(seconds=s) for s in (args.startup_timeout, args.step_timeout + 60)]
     backend = "nccl" if cuda else "gloo"
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limits[0]))
-    dist.init_process_group(backend, store=dist.PrefixStore("training", store), rank=rank, world_size=world_size,
+    dist.init_process_group(backend, store=dist.PrefixStore("training", store), rank=rank,
+                            world_size=world_size,
                             timeout=limits[0])
-    return Distributed(rank, local_rank, world_size, device, store, group=dist.new_group(backend=backend, timeout=limits[1]),
+    return Distributed(rank, local_rank, world_size, device, store,
+                       group=dist.new_group(backend=backend, timeout=limits[1]),
                        control=dist.new_group(backend="gloo", timeout=limits[1]))
 
 
@@ -411,9 +438,9 @@ def console(text: str, end: str = "\n") -> None:
 
 
 class RunLog:
-    """The run's log on rank 0 (path None: a rank that logs nothing), written line by line and locked while the run lives.
-    A disk that fails does not end the run: lines are lost, the console says so once, and the log says how many when it
-    can be written again."""
+    """The run's log on rank 0 (path None: a rank that logs nothing), written line by line and locked while
+    the run lives. A disk that fails does not end the run: lines are lost, the console says so once, and the
+    log says how many when it can be written again."""
 
     def __init__(self, path: Path | None, source: bytes = b"") -> None:
         self.path, self.lost = path, 0
@@ -431,7 +458,8 @@ class RunLog:
             raise UserError(f"{path}: the run's log cannot be written there ({e.strerror}); --log_dir names another "
                             "folder") from None
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it when the process ends, see is_running
+            fcntl.flock(self.file, fcntl.LOCK_EX
+                        | fcntl.LOCK_NB)  # the kernel drops it when the process ends, see is_running
         except OSError:  # a file system without locks
             pass
 
@@ -477,9 +505,8 @@ class RunLog:
 def find_cause(text: str, symptom: bool, ctx: Distributed) -> tuple[str, bool]:
     """(the first failure that any rank reported, whether it is this rank's): the others fail because of it.
 
-    A symptom is a peer that is gone or silent. It waits 2 s, in which a failure proper is reported, and then names all
-    that ranks said of themselves, and those that said nothing.
-    """
+    A symptom is a peer that is gone or silent. It waits 2 s, in which a failure proper is reported, and then
+    names all that ranks said of themselves, and those that said nothing. """
     if ctx.store is None:
         return text, True
     try:
@@ -508,14 +535,16 @@ def tell_launcher(text: str) -> None:
         pass
 
 
-def end_failed_rank(text: str, trace: str, symptom: bool, log: RunLog, ctx: Distributed, code: int = 1) -> typing.NoReturn:
-    """The end of one rank of several: the cause goes to log, console and launcher, once. Without the interpreter's
-    shutdown, which would wait for collectives that never end."""
+def end_failed_rank(text: str, trace: str, symptom: bool, log: RunLog, ctx: Distributed,
+                    code: int = 1) -> typing.NoReturn:
+    """The end of one rank of several: the cause goes to log, console and launcher, once. Without the
+    interpreter's shutdown, which would wait for collectives that never end."""
     cause, mine = find_cause(text, symptom, ctx)
     log.write(f"failed: {cause}")
     log.close()
     threading.Timer(5, os._exit, (code,)).start()  # a console that blocks must not keep the rank
-    print((trace if mine else "") + (f"error: {cause}" if ctx.rank == 0 else ""), end="\n" * (mine or ctx.rank == 0),
+    print((trace if mine else "") + (f"error: {cause}" if ctx.rank == 0 else ""),
+          end="\n" * (mine or ctx.rank == 0),
           file=sys.stderr, flush=True)
     if mine:
         tell_launcher(f"{trace}error: {cause}")
@@ -528,13 +557,14 @@ STOP_GRACE = 20  # seconds that a step may still take after a signal; torchrun k
 
 
 class Watch:
-    """Signals and silence, watched by a thread: a rank that waits inside C++, where Python's handlers do not run, ends too.
+    """Signals and silence, watched by a thread: a rank that waits inside C++, where Python's handlers do not
+    run, ends too.
 
-    SIGINT and SIGTERM: outside of training the rank ends at once. In training the step is finished, and all ranks leave
-    after the same one: the agreement is one int32 over gloo, started at one step and read at the next, which costs the
-    device nothing. A second signal ends the rank at once. So does a step that outlives STOP_GRACE, or no step in
-    step_timeout seconds: these are failures, and the log says where each rank stands. A launcher that dies counts as SIGTERM.
-    """
+    SIGINT and SIGTERM: outside of training the rank ends at once. In training the step is finished, and all
+    ranks leave after the same one: the agreement is one int32 over gloo, started at one step and read at the
+    next, which costs the device nothing. A second signal ends the rank at once. So does a step that outlives
+    STOP_GRACE, or no step in step_timeout seconds: these are failures, and the log says where each rank
+    stands. A launcher that dies counts as SIGTERM. """
 
     def __init__(self, ctx: Distributed, step_timeout: int) -> None:
         self.ctx, self.limit, self.log, self.how_to_resume = ctx, step_timeout, RunLog(None), "nothing was saved"
@@ -546,7 +576,8 @@ class Watch:
         self.main_thread = threading.get_ident()
         self.pipe = os.pipe()
         os.set_blocking(self.pipe[1], False)
-        self.before = {s: signal.signal(s, lambda signum, frame: None) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {s: signal.signal(s, lambda signum, frame: None)
+                       for s in (signal.SIGINT, signal.SIGTERM)}
         self.wakeup = signal.set_wakeup_fd(self.pipe[1])  # the C handler writes each signal's number there
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -569,13 +600,15 @@ class Watch:
             if not self.training:
                 continue
             if self.signum and not self.ending and now - self.since > STOP_GRACE:
-                self._fail(f"did not end {STOP_GRACE} s after {signal.Signals(self.signum).name}", 128 + self.signum)
+                self._fail(f"did not end {STOP_GRACE} s after {signal.Signals(self.signum).name}", 128
+                           + self.signum)
             if now - self.beat > self.limit:
                 self._fail(f"has not ended after {self.limit:.0f} s", 1)
 
     def _stop_at_once(self, signum: int) -> typing.NoReturn:
         cause, name = "", signal.Signals(signum).name
-        threading.Timer(3, os._exit, (128 + signum,)).start()  # a console or disk that blocks must not keep the rank
+        threading.Timer(3, os._exit, (128 + signum,
+                                      )).start()  # a console or disk that blocks must not keep the rank
         if self.ctx.store is not None:
             try:  # a launcher sends SIGTERM to the ranks that outlive another: that one's failure is the news
                 store = self.ctx.store.clone()
@@ -583,7 +616,8 @@ class Watch:
             except (RuntimeError, ValueError):
                 pass
         when = "a second time, without saving" if self.training else "before training began"
-        self.log.say(f"failed: {cause}" if cause else f"interrupted at step {self.step} by {name}, {when}: {self.how_to_resume}")
+        self.log.say(f"failed: {cause}" if cause
+                     else f"interrupted at step {self.step} by {name}, {when}: {self.how_to_resume}")
         self.log.close()
         os._exit(128 + signum)
 
@@ -634,26 +668,34 @@ def next_run_id(folder: Path) -> int:
     return max(found, default=-1) + 1
 
 
-def log_header(command: Command, ctx: Distributed, source: bytes, shards: list[Shard], run: str, parent: str) -> list[str]:
+def log_header(command: Command, ctx: Distributed, source: bytes, shards: list[Shard], run: str,
+               parent: str) -> list[str]:
     """What a stranger needs to rerun the run from its log alone, one `key: value` a line."""
     gpus = "none"
     if ctx.device.type == "cuda":
         try:
-            gpus = "\n" + subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=60, check=True).stdout
+            gpus = "\n" + subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=60,
+                                         check=True).stdout
         except (OSError, subprocess.SubprocessError):  # a container without the tool still has the devices
             gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    lines = [f"run: {run}", f"command: {shlex.join([Path(__file__).name, *sys.argv[1:]])}", f"recipe: {command.recipe}",
-             f"scale: {command.scale}", f"world_size: {ctx.world_size}", f"overrides: {json.dumps(command.overrides)}",
+    lines = [f"run: {run}", f"command: {shlex.join([Path(__file__).name, *sys.argv[1:]])}",
+             f"recipe: {command.recipe}",
+             f"scale: {command.scale}", f"world_size: {ctx.world_size}",
+             f"overrides: {json.dumps(command.overrides)}",
              f"source_sha256: {hashlib.sha256(source).hexdigest()}"]
     lines += [f"parent: {parent}"] if parent else []
-    lines += [f"python: {platform.python_version()}", f"pytorch: {torch.__version__}", f"cuda: {torch.version.cuda}",
-              f"device: {ctx.device.type}", f"started: {datetime.datetime.now().astimezone().isoformat(timespec='seconds')}"]
-    lines += [f"hyperparameter {name}: {json.dumps(value)}" for name, value in dataclasses.asdict(command.args).items()]
+    lines += [f"python: {platform.python_version()}", f"pytorch: {torch.__version__}",
+              f"cuda: {torch.version.cuda}",
+              f"device: {ctx.device.type}",
+              f"started: {datetime.datetime.now().astimezone().isoformat(timespec='seconds')}"]
+    lines += [f"hyperparameter {name}: {json.dumps(value)}" for name,
+              value in dataclasses.asdict(command.args).items()]
     lines += [f"data: {shard.path} {shard.num_tokens} tokens" for shard in shards]
     return [*lines, f"gpus: {gpus}"]
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data: FineWeb shards (256 int32 of header, then uint16 tokens) and the one global token stream that the rules fix.
+# Data: FineWeb shards (256 int32 of header, then uint16 tokens) and the one global token stream that the
+# rules fix.
 
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
 
@@ -665,7 +707,8 @@ class Shard:
 
 
 def check_shard(path: str | os.PathLike) -> Shard:
-    """Read a shard's header and compare it with the file's size. UserError names the path, the value and the rule."""
+    """Read a shard's header and compare it with the file's size. UserError names the path, the value and the
+    rule."""
     path = Path(path)
     again = "delete the file and fetch it again"
     try:
@@ -688,9 +731,11 @@ def check_shard(path: str | os.PathLike) -> Shard:
 
 
 def load_shard(path: str | os.PathLike) -> Tensor:
-    """Memory-map one shard: a 1-D uint16 tensor of its tokens. Raises UserError (a ValueError) as check_shard does."""
+    """Memory-map one shard: a 1-D uint16 tensor of its tokens. Raises UserError (a ValueError) as check_shard
+    does."""
     shard = check_shard(path)
-    words = torch.from_file(os.fspath(path), shared=False, size=HEADER_BYTES // 2 + shard.num_tokens, dtype=torch.uint16)
+    words = torch.from_file(os.fspath(path), shared=False, size=HEADER_BYTES // 2 + shard.num_tokens,
+                            dtype=torch.uint16)
     return words[HEADER_BYTES // 2:]
 
 
@@ -727,11 +772,10 @@ def token_batches(pattern: str, batch_tokens: int, rank: int = 0, world_size: in
                   vocab_size: int = 65536) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's slice of the global stream, batch by batch, after the first `skip` batches.
 
-    Batch n is tokens [pos, pos + batch_tokens + 1) of the current shard, then pos += batch_tokens; where pos +
-    batch_tokens + 1 >= the shard's length the next shard starts at 0. The track's rules forbid another stream.
-    Yields (inputs int32, targets int64), each of shape (batch_tokens / world_size,), on the CPU. Ends with the data.
-    UserError: a bad shard, or a token id that is not below vocab_size.
-    """
+    Batch n is tokens [pos, pos + batch_tokens + 1) of the current shard, then pos += batch_tokens; where pos
+    + batch_tokens + 1 >= the shard's length the next shard starts at 0. The track's rules forbid another
+    stream. Yields (inputs int32, targets int64), each of shape (batch_tokens / world_size,), on the CPU. Ends
+    with the data. UserError: a bad shard, or a token id that is not below vocab_size. """
     assert batch_tokens % world_size == 0
     length = batch_tokens // world_size
     for shard in find_shards(pattern):
@@ -766,12 +810,12 @@ BLOCK = 128
 def block_lists(docs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Partial and full key blocks of each query block, nearest first, before any window.
 
-    docs: (T,) int, the running count of documents; T a multiple of 128. Returns (partial_num (N,), partial_idx (N, N),
-    full_num (N,), full_idx (N, N)), int32, N = T / 128; row i's list is the first num[i] entries of idx[i].
-    Documents only grow, so that the key blocks which see any of row i are the contiguous range [first_i, i]; where block
-    i lies in one document, those that lie in it whole are the full ones, again contiguous and just before i. So both lists
-    follow from two counts, without the sort that a general mask needs.
-    """
+    docs: (T,) int, the running count of documents; T a multiple of 128. Returns (partial_num (N,),
+    partial_idx (N, N), full_num (N,), full_idx (N, N)), int32, N = T / 128; row i's list is the first num[i]
+    entries of idx[i]. Documents only grow, so that the key blocks which see any of row i are the contiguous
+    range [first_i, i]; where block i lies in one document, those that lie in it whole are the full ones,
+    again contiguous and just before i. So both lists follow from two counts, without the sort that a general
+    mask needs. """
     low, high = docs.view(-1, BLOCK)[:, 0], docs.view(-1, BLOCK)[:, -1]
     index = torch.arange(low.numel(), dtype=torch.int32, device=docs.device)
     row, col = index[:, None], index[None, :]
@@ -785,8 +829,8 @@ def block_lists(docs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def windowed(partial_num: Tensor, full_num: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each list a window of `window` blocks (0-d int32) keeps: at most max(window - full_num, 1)
-    partial and window - 1 full ones, never below 0."""
+    """How many blocks of each list a window of `window` blocks (0-d int32) keeps: at most max(window -
+    full_num, 1) partial and window - 1 full ones, never below 0."""
     return (torch.minimum(partial_num, (window - full_num).clamp_min(1)),
             torch.minimum(full_num, (window - 1).clamp_min(0)))
 
@@ -799,8 +843,10 @@ def dense_mask(docs: Tensor, window: Tensor) -> Tensor:
     position = torch.arange(blocks, device=docs.device)
 
     def kept(num: Tensor, idx: Tensor) -> Tensor:
-        column = torch.where(position[None, :] < num[:, None], idx.long(), blocks)  # what is cut goes to a spare column
-        table = torch.zeros(blocks, blocks + 1, dtype=torch.bool, device=docs.device).scatter_(1, column, True)
+        column = torch.where(position[None, :] < num[:, None], idx.long(),
+                             blocks)  # what is cut goes to a spare column
+        table = torch.zeros(blocks, blocks + 1, dtype=torch.bool, device=docs.device).scatter_(1, column,
+                                                                                               True)
         return table[:, :blocks].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
     token = torch.arange(docs.numel(), device=docs.device)
@@ -809,7 +855,8 @@ def dense_mask(docs: Tensor, window: Tensor) -> Tensor:
 
 
 def attention_masks(docs: Tensor, window: Tensor) -> tuple[BlockMask | Tensor, BlockMask | Tensor]:
-    """(long, short) masks for windows of `window` and window // 2 blocks: BlockMask on CUDA, dense bool on a CPU."""
+    """(long, short) masks for windows of `window` and window // 2 blocks: BlockMask on CUDA, dense bool on a
+    CPU."""
     windows = (window, window // 2)
     if docs.device.type == "cpu":  # FlexAttention has no backward on CPUs
         long, short = (dense_mask(docs, w) for w in windows)
@@ -821,19 +868,22 @@ def attention_masks(docs: Tensor, window: Tensor) -> tuple[BlockMask | Tensor, B
 
     def block_mask(w: Tensor) -> BlockMask:
         p, f = windowed(partial_num, full_num, w)
-        return BlockMask.from_kv_blocks(p[None, None], partial_idx[None, None], f[None, None], full_idx[None, None],
+        return BlockMask.from_kv_blocks(p[None, None], partial_idx[None, None], f[None, None],
+                                        full_idx[None, None],
                                         BLOCK_SIZE=BLOCK, mask_mod=document_causal)
 
     long, short = (block_mask(w) for w in windows)
     return long, short
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Model. Its arithmetic follows its parameters: bf16 ones give the record's run, .double() a float64 model throughout.
-# On a CPU, which multiplies bf16 10 to 100 times more slowly, bf16 products run in float32: product_dtype is the place.
+# Model. Its arithmetic follows its parameters: bf16 ones give the record's run, .double() a float64 model
+# throughout. On a CPU, which multiplies bf16 10 to 100 times more slowly, bf16 products run in float32:
+# product_dtype is the place.
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The type in which products of x run: x's own, but float32 for bf16 on a CPU (the result is rounded back)."""
+    """The type in which products of x run: x's own, but float32 for bf16 on a CPU (the result is rounded
+    back)."""
     return torch.float32 if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x.dtype
 
 
@@ -848,16 +898,19 @@ def norm(x: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
-    """Softmax attention, (1, heads, T, head_dim) each: FlexAttention on CUDA, SDPA with the equal dense mask on a CPU."""
+    """Softmax attention, (1, heads, T, head_dim) each: FlexAttention on CUDA, SDPA with the equal dense mask
+    on a CPU."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, scale=scale)
     dtype = product_dtype(q)
-    return F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask, scale=scale).to(q.dtype)
+    return F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask,
+                                          scale=scale).to(q.dtype)
 
 
-def rotary_table(length: int, head_dim: int, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * frequency, each (length, head_dim / 2): the first head_dim / 4 frequencies fall from 1 to
-    1/1024, the others are 0 and leave their half of the head unrotated."""
+def rotary_table(length: int, head_dim: int, dtype: torch.dtype, device: torch.device
+                 | None = None) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * frequency, each (length, head_dim / 2): the first head_dim / 4 frequencies
+    fall from 1 to 1/1024, the others are 0 and leave their half of the head unrotated."""
     frequency = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4, dtype=dtype, device=device)
     frequency = torch.cat([frequency, frequency.new_zeros(head_dim // 4)])
     angle = torch.arange(length, dtype=dtype, device=device)[:, None] * frequency
@@ -872,7 +925,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def bf16_uniform(*shape: int, std: float) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=torch.bfloat16).uniform_(-math.sqrt(3) * std, math.sqrt(3) * std))
+    return nn.Parameter(torch.empty(*shape, dtype=torch.bfloat16).uniform_(-math.sqrt(3) * std,
+                                                                           math.sqrt(3) * std))
 
 
 class Attention(nn.Module):
@@ -884,7 +938,8 @@ class Attention(nn.Module):
         with torch.no_grad():
             self.qkvo_w[3].zero_()
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, lambdas: Tensor, mask: BlockMask | Tensor, cos: Tensor,
+    def forward(self, x: Tensor, value_embed: Tensor | None, lambdas: Tensor, mask: BlockMask | Tensor,
+                cos: Tensor,
                 sin: Tensor) -> Tensor:
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = linear(x, self.qkvo_w[:3].flatten(0, 1)).view(shape).split(self.num_heads, dim=2)
@@ -896,11 +951,14 @@ class Attention(nn.Module):
 
 if triton is not None:
     @triton.jit
-    def relu_squared_product_kernel(a, b, out, act, N, K, stride_bk, stride_bn, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
+    def relu_squared_product_kernel(a, b, out, act, N, K, stride_bk, stride_bn, BACKWARD: tl.constexpr,
+                                    BLOCK_M: tl.constexpr,
                                     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-        """A tile of out = relu(a b)^2, or BACKWARD of out = (a b) * 2 sqrt(act): the gradient of relu squared, which needs
-        only its own output. a (M, K) and out (M, N) are contiguous, b (K, N) has any strides, sizes are whole tiles."""
-        # programs walk down GROUP rows of tiles before the next column, so that tiles of b stay in the L2 cache
+        """A tile of out = relu(a b)^2, or BACKWARD of out = (a b) * 2 sqrt(act): the gradient of relu
+        squared, which needs only its own output. a (M, K) and out (M, N) are contiguous, b (K, N) has any
+        strides, sizes are whole tiles."""
+        # programs walk down GROUP rows of tiles before the next column, so that tiles of b stay in the L2
+        # cache
         pid, columns = tl.program_id(0), N // BLOCK_N
         first = pid // (GROUP * columns) * GROUP
         rows = tl.minimum(tl.num_programs(0) // columns - first, GROUP)
@@ -925,13 +983,14 @@ if triton is not None:
 
 
 def relu_squared_product(a: Tensor, b: Tensor, act: Tensor | None = None) -> Tensor:
-    """relu(a b)^2, or with act = relu(h)^2 the gradient (a b) * 2 relu(h), in one kernel. a (M, K), b (K, N); M must be a
-    multiple of 128, N of 256, K of 64, and a tensor below 2^31 elements."""
+    """relu(a b)^2, or with act = relu(h)^2 the gradient (a b) * 2 relu(h), in one kernel. a (M, K), b (K, N);
+    M must be a multiple of 128, N of 256, K of 64, and a tensor below 2^31 elements."""
     (M, K), N = a.shape, b.size(1)
     assert M % 128 == 0 and N % 256 == 0 and K % 64 == 0 and M * N < 2**31
     a, out = a.contiguous(), torch.empty(M, N, dtype=a.dtype, device=a.device)
     relu_squared_product_kernel[(M // 128 * (N // 256),)](
-        a, b, out, out if act is None else act, N, K, b.stride(0), b.stride(1), BACKWARD=act is not None, BLOCK_M=128,
+        a, b, out, out if act is None else act, N, K, b.stride(0), b.stride(1), BACKWARD=act is not None,
+        BLOCK_M=128,
         BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3)
     return out
 
@@ -966,10 +1025,11 @@ class MLP(nn.Module):
 
 
 def softcapped_losses(logits: Tensor, targets: Tensor, cap: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy of cap * z / sqrt(z^2 + cap^2), per token. Returns (losses, logsumexp, rsqrt(z^2 + cap^2)).
+    """Cross-entropy of cap * z / sqrt(z^2 + cap^2), per token. Returns (losses, logsumexp, rsqrt(z^2 +
+    cap^2)).
 
-    The cap bounds the logits, so that exp cannot overflow and no maximum needs to be found first: one pass over them.
-    """
+    The cap bounds the logits, so that exp cannot overflow and no maximum needs to be found first: one pass
+    over them. """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     r = torch.rsqrt(z * z + cap * cap)
     lse = (cap * z * r).exp().sum(-1).log()
@@ -980,9 +1040,8 @@ def softcapped_losses(logits: Tensor, targets: Tensor, cap: float) -> tuple[Tens
 class HeadLoss(torch.autograd.Function):
     """Mean cross-entropy of the softcapped head, `chunks` pieces of the sequence at a time.
 
-    The loss is a scalar, so its gradients are formed in the forward pass and only scaled in the backward: no piece's
-    logits outlive the piece. x (T, dim), w (rows, dim) float32 or wider, targets (T,) int64.
-    """
+    The loss is a scalar, so its gradients are formed in the forward pass and only scaled in the backward: no
+    piece's logits outlive the piece. x (T, dim), w (rows, dim) float32 or wider, targets (T,) int64. """
 
     @staticmethod
     def forward(ctx: typing.Any, x: Tensor, w: Tensor, targets: Tensor, cap: float, chunks: int) -> Tensor:
@@ -1009,7 +1068,8 @@ class HeadLoss(torch.autograd.Function):
         return (dx * grad).to(dx.dtype), (dw * grad).to(dw.dtype), None, None, None
 
 
-# Where the extras of a block go. Counted from the front, except what the last five blocks and the last mask share.
+# Where the extras of a block go. Counted from the front, except what the last five blocks and the last mask
+# share.
 VALUE_EMBEDS = 5  # the first five blocks and, again in order, the last five
 SKIPS = {9: 6, 10: 4, 11: 2}  # before block i, add out[j] times its weight
 NO_ATTENTION = 7
@@ -1019,13 +1079,14 @@ BACKOUT = 11  # block whose output backout mixes in
 class GPT(nn.Module):
     """The record's model: two input embeddings, value embeddings, skips, document-masked window attention.
 
-    forward(input_seq (T,) int32, target_seq (T,) int64, sliding_window_num_blocks 0-d int32) -> mean cross-entropy, a
-    0-d float32 (float64 for a .double() model). T is a multiple of 128, at most max_seq_len. In eval mode the head runs
-    in eval_head_chunks pieces. Source: modded-nanogpt, records/track_2_medium/2025-09-16_Snoo; extensions from later ones.
-    """
+    forward(input_seq (T,) int32, target_seq (T,) int64, sliding_window_num_blocks 0-d int32) -> mean
+    cross-entropy, a 0-d float32 (float64 for a .double() model). T is a multiple of 128, at most max_seq_len.
+    In eval mode the head runs in eval_head_chunks pieces. Source: modded-nanogpt,
+    records/track_2_medium/2025-09-16_Snoo; extensions from later ones. """
 
     def __init__(self, vocab_size: int, num_layers: int, num_heads: int, model_dim: int, max_seq_len: int,
-                 head_dim: int = 128, eot_token: int = 50256, attention_scale: float = 0.12, logit_softcap: float = 15.0,
+                 head_dim: int = 128, eot_token: int = 50256, attention_scale: float = 0.12,
+                 logit_softcap: float = 15.0,
                  backout: bool = False, smear: bool = False, head_chunks: int = 1, eval_head_chunks: int = 4,
                  fused_mlp: bool = False) -> None:
         super().__init__()
@@ -1035,7 +1096,8 @@ class GPT(nn.Module):
         self.head_chunks, self.eval_head_chunks = head_chunks, eval_head_chunks
         self.num_layers = num_layers
         late = num_layers - VALUE_EMBEDS
-        self.value_embed_of = {i: i if i < VALUE_EMBEDS else i - late for i in (*range(VALUE_EMBEDS), *range(late, num_layers))}
+        self.value_embed_of = {i: i if i < VALUE_EMBEDS else i - late
+                               for i in (*range(VALUE_EMBEDS), *range(late, num_layers))}
         self.long_layers = {0, 4, late, num_layers - 1}
 
         def embedding() -> nn.Embedding:
@@ -1047,7 +1109,8 @@ class GPT(nn.Module):
                                          for i in range(num_layers) if i != NO_ATTENTION})
         self.mlps = nn.ModuleList(MLP(model_dim, fused_mlp) for _ in range(num_layers))
         # skip weights, block lambdas (x, x00, x01), attention lambdas (v, value embedding), backout, smear
-        self.scalars = nn.Parameter(torch.tensor([1.0] * num_layers + [1.0, 0.0, 0.0] * num_layers + [0.5, 0.5] * num_layers
+        self.scalars = nn.Parameter(torch.tensor([1.0] * num_layers + [1.0, 0.0, 0.0] * num_layers
+                                                 + [0.5, 0.5] * num_layers
                                                  + [1.0, 0.0] * backout + [0.0] * smear))
         self.lm_head_w = nn.Parameter(torch.zeros(-(-vocab_size // 128) * 128, model_dim))
         cos, sin = rotary_table(max_seq_len, head_dim, torch.float32)
@@ -1077,7 +1140,8 @@ class GPT(nn.Module):
             x = block_l[i, 0] * x + block_l[i, 1] * x00 + block_l[i, 2] * x01
             if i != NO_ATTENTION:
                 value = values[self.value_embed_of[i]] if i in self.value_embed_of else None
-                x = x + self.attentions[str(i)](x, value, attn_l[i], long if i in self.long_layers else short, cos, sin)
+                x = x + self.attentions[str(i)](x, value, attn_l[i], long if i in self.long_layers else short,
+                                                cos, sin)
             x = x + self.mlps[i](norm(x))
             outs.append(x)
         x = norm(x)
@@ -1099,20 +1163,24 @@ class GPT(nn.Module):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Muon: momentum, orthogonalised by Newton-Schulz, on float32 master weights split over two 16-bit halves.
-# Communication plan: matrix i of the sorted list belongs to rank i % world_size. Same-shape matrices form a bucket; per
-# bucket one reduce-scatter brings each owner the mean gradients of its matrices as one stack, the owner updates the stack
-# at once, one all-gather spreads the new weights. So the whole optimizer takes two collectives a shape.
+# Communication plan: matrix i of the sorted list belongs to rank i % world_size. Same-shape matrices form a
+# bucket; per bucket one reduce-scatter brings each owner the mean gradients of its matrices as one stack, the
+# owner updates the stack at once, one all-gather spreads the new weights. So the whole optimizer takes two
+# collectives a shape.
 
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single",
+                              None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-NEWTON_SCHULZ = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
+NEWTON_SCHULZ = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+                 (2.8769, -3.1427, 1.2046),
                  (2.8366, -3.0525, 1.2012))  # (a, b, c) of X <- aX + bAX + cAAX, A = XX^T, step by step
 
 
 def newton_schulz(G: Tensor, steps: int = 5) -> Tensor:
-    """Orthogonalise the last two dims of G (..., rows, cols) in bf16: U V^T of its SVD with singular values near 1, not
-    exactly 1. A zero matrix stays zero; a float64 G is worked on in float64. Source: Muon (Jordan et al., 2024)."""
+    """Orthogonalise the last two dims of G (..., rows, cols) in bf16: U V^T of its SVD with singular values
+    near 1, not exactly 1. A zero matrix stays zero; a float64 G is worked on in float64. Source: Muon (Jordan
+    et al., 2024)."""
     assert G.ndim >= 2 and 0 <= steps <= len(NEWTON_SCHULZ)
     X = G if G.dtype == torch.float64 else G.to(torch.bfloat16)
     dtype = product_dtype(X)
@@ -1129,20 +1197,24 @@ def newton_schulz(G: Tensor, steps: int = 5) -> Tensor:
 def join_halves(high: Tensor, low: Tensor) -> Tensor:
     """The float32 tensor whose upper 16 bits are `high` (bf16) and whose lower ones are `low` (uint16)."""
     # int32 throughout: eager mode has no shifts of unsigned integers on CPUs
-    return (high.view(torch.int16).to(torch.int32) << 16 | low.view(torch.int16).to(torch.int32) & 0xFFFF).view(torch.float32)
+    return (high.view(torch.int16).to(torch.int32) << 16
+            | low.view(torch.int16).to(torch.int32) & 0xFFFF).view(torch.float32)
 
 
 def split_halves(master: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 -> (bf16 upper half, uint16 lower half). The upper half truncates; it is not the nearest bf16."""
+    """float32 -> (bf16 upper half, uint16 lower half). The upper half truncates; it is not the nearest
+    bf16."""
     bits = master.view(torch.int32)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16), (bits & 0xFFFF).to(torch.int16).view(torch.uint16)
 
 
-def muon_update(weight: Tensor, grad: Tensor, low: Tensor, momentum: Tensor, smoothing: Tensor | None, mu: Tensor,
+def muon_update(weight: Tensor, grad: Tensor, low: Tensor, momentum: Tensor, smoothing: Tensor | None,
+                mu: Tensor,
                 shrink: Tensor, step_size: Tensor, beta: Tensor, interpolated: bool) -> Tensor:
-    """One Muon step of a stack of matrices (..., rows, cols); returns the new weight (bf16), updates low (uint16),
-    momentum (float32) and smoothing (bf16, or None) in place. The scalars are 0-d float32: mu the momentum, shrink
-    1 - lr * weight decay, step_size lr * sqrt(max(1, rows / cols)), beta of the update smoothing."""
+    """One Muon step of a stack of matrices (..., rows, cols); returns the new weight (bf16), updates low
+    (uint16), momentum (float32) and smoothing (bf16, or None) in place. The scalars are 0-d float32: mu the
+    momentum, shrink 1 - lr * weight decay, step_size lr * sqrt(max(1, rows / cols)), beta of the update
+    smoothing."""
     grad = grad.to(torch.float32)
     momentum.copy_(mu * momentum + (1 - mu) * grad)
     update = newton_schulz(mu * momentum + (1 - mu) * grad)
@@ -1170,18 +1242,21 @@ class Bucket:
 class Muon(torch.optim.Optimizer):
     """Muon over bf16 matrices, or stacks of them (last two dims), sharded over ranks by whole matrices.
 
-    params: an iterable of parameters, or of groups dict(params=..., and any of lr, weight_decay, momentum, beta). lr is
-    scaled by sqrt(max(1, rows / cols)). `state[p]` of an owned matrix holds momentum (float32), mantissa (uint16, the
-    master weight's low half; p is the high half) and, with update_smoothing or smoothing=True, smoothing (bf16).
-    step() averages the gradients over the ranks itself; start_reduction() begins that early, beside other work.
-    group is the process group (None: torch's default one). ValueError: an empty list, not bf16, or a vector.
-    Source: Muon (Jordan et al., 2024) as in modded-nanogpt's track 2; smoothing from 2025-09-17_UpdateSmoothing.
-    """
+    params: an iterable of parameters, or of groups dict(params=..., and any of lr, weight_decay, momentum,
+    beta). lr is scaled by sqrt(max(1, rows / cols)). `state[p]` of an owned matrix holds momentum (float32),
+    mantissa (uint16, the master weight's low half; p is the high half) and, with update_smoothing or
+    smoothing=True, smoothing (bf16). step() averages the gradients over the ranks itself; start_reduction()
+    begins that early, beside other work. group is the process group (None: torch's default one). ValueError:
+    an empty list, not bf16, or a vector. Source: Muon (Jordan et al., 2024) as in modded-nanogpt's track 2;
+    smoothing from 2025-09-17_UpdateSmoothing. """
 
-    def __init__(self, params: Iterable, lr: float, weight_decay: float, momentum: float, update_smoothing: float = 0.0,
-                 smoothing_interpolated: bool = False, smoothing: bool | None = None, rank: int = 0, world_size: int = 1,
+    def __init__(self, params: Iterable, lr: float, weight_decay: float, momentum: float,
+                 update_smoothing: float = 0.0,
+                 smoothing_interpolated: bool = False, smoothing: bool | None = None, rank: int = 0,
+                 world_size: int = 1,
                  group: dist.ProcessGroup | None = None, compile: bool = False) -> None:
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum, beta=update_smoothing))
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum,
+                                      beta=update_smoothing))
         self.rank, self.world_size, self.process_group = rank, world_size, group
         self.smoothing = update_smoothing > 0 if smoothing is None else smoothing
         self.smoothing_interpolated = smoothing_interpolated
@@ -1217,10 +1292,12 @@ class Muon(torch.optim.Optimizer):
             if self.world_size == 1:
                 bucket.grads = torch.stack(owned[0])
                 continue
-            padded = [g for grads in owned for g in (*grads, *[torch.zeros_like(like)] * (bucket.depth - len(grads)))]
+            padded = [g for grads in owned
+                      for g in (*grads, *[torch.zeros_like(like)] * (bucket.depth - len(grads)))]
             stack = torch.stack(padded)
             received = torch.empty((bucket.depth, *like.shape), dtype=stack.dtype, device=stack.device)
-            bucket.work = reduce_scatter_flat(received, stack, op=dist.ReduceOp.AVG, group=self.process_group, async_op=True)
+            bucket.work = reduce_scatter_flat(received, stack, op=dist.ReduceOp.AVG, group=self.process_group,
+                                              async_op=True)
             bucket.grads = received[:mine]
 
     def _grad(self, index: int) -> Tensor:
@@ -1242,9 +1319,11 @@ class Muon(torch.optim.Optimizer):
             if mine:
                 g, rows, cols = bucket.group, like.size(-2), like.size(-1)
                 scalars = (torch.tensor(v, dtype=torch.float32) for v in (
-                    g["momentum"], 1 - g["lr"] * g["weight_decay"], g["lr"] * max(1, rows / cols) ** 0.5, g["beta"]))
+                    g["momentum"], 1 - g["lr"] * g["weight_decay"], g["lr"] * max(1, rows / cols) ** 0.5,
+                    g["beta"]))
                 news[:len(mine)] = self.update(torch.stack(mine), bucket.grads, bucket.state["mantissa"],
-                                               bucket.state["momentum"], bucket.state.get("smoothing"), *scalars,
+                                               bucket.state["momentum"], bucket.state.get("smoothing"),
+                                               *scalars,
                                                self.smoothing_interpolated)
             bucket.work = bucket.grads = None
             work, everyone = None, news[None]
@@ -1260,14 +1339,17 @@ class Muon(torch.optim.Optimizer):
                     self.matrices[i].copy_(new)
 
     def state_dict(self) -> dict[str, typing.Any]:
-        """This rank's share: state by index in the sorted list; tensors are the live ones, in their own dtypes."""
+        """This rank's share: state by index in the sorted list; tensors are the live ones, in their own
+        dtypes."""
         state = {i: dict(self.state[self.matrices[i]]) for b in self.buckets for i in b.slots[self.rank]}
-        return {"state": state, "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]}
+        return {"state": state, "param_groups": [{k: v for k, v in g.items() if k != "params"}
+                                                 for g in self.param_groups]}
 
     def load_state_dict(self, state_dict: dict[str, typing.Any]) -> None:
-        """Copy in the state of this rank's matrices (a union of several ranks' shares will do). ValueError, and nothing
-        changed, when one is missing or has another shape or dtype. Not the base class's: that one casts every tensor to
-        its parameter's dtype, and bf16 holds neither the momentum nor the low halves."""
+        """Copy in the state of this rank's matrices (a union of several ranks' shares will do). ValueError,
+        and nothing changed, when one is missing or has another shape or dtype. Not the base class's: that one
+        casts every tensor to its parameter's dtype, and bf16 holds neither the momentum nor the low
+        halves."""
         pairs = []
         for i in (i for b in self.buckets for i in b.slots[self.rank]):
             theirs, ours = state_dict["state"].get(i), self.state[self.matrices[i]]
@@ -1290,21 +1372,24 @@ class Muon(torch.optim.Optimizer):
 
 
 class Snoo:
-    """A Nesterov step of the slow weights, every k-th call, along what the inner optimizers did since the last one.
+    """A Nesterov step of the slow weights, every k-th call, along what the inner optimizers did since the
+    last one.
 
-    At calls 0, k, 2k, ...: d = slow - fast for each parameter, one SGD step of slow along d, and the parameters become
-    the new slow weights; other calls only count. So the first outer step comes after ONE inner step, and the record's
-    5640 steps = 201 * 28 + 12 end 11 inner steps past the last outer step.
-    Every parameter is covered, in its own dtype: bf16 parameters have bf16 d and momentum. Where an optimizer keeps a float32 master weight as two halves, as Muon here, Snoo rewrites the high
-    half, which is the parameter, and the low half stays: the master moves by at most one bf16 ulp, part of the record.
-    Momentum 0 is Lookahead with alpha = lr; k = 1, no Nesterov and lr = 1 - momentum is an average of the updates.
+    At calls 0, k, 2k, ...: d = slow - fast for each parameter, one SGD step of slow along d, and the
+    parameters become the new slow weights; other calls only count. So the first outer step comes after ONE
+    inner step, and the record's 5640 steps = 201 * 28 + 12 end 11 inner steps past the last outer step. Every
+    parameter is covered, in its own dtype: bf16 parameters have bf16 d and momentum. Where an optimizer keeps
+    a float32 master weight as two halves, as Muon here, Snoo rewrites the high half, which is the parameter,
+    and the low half stays: the master moves by at most one bf16 ulp, part of the record. Momentum 0 is
+    Lookahead with alpha = lr; k = 1, no Nesterov and lr = 1 - momentum is an average of the updates.
 
-    model: a module or an iterable of parameters. lr > 0, momentum in [0, 1), k >= 1, else ValueError. Peak extra memory
-    of a step: one piece of d, at most piece_elements (or the largest parameter). .grad is neither read nor written.
-    Source: modded-nanogpt, records/track_2_medium/2025-09-16_Snoo (pull request 128).
-    """
+    model: a module or an iterable of parameters. lr > 0, momentum in [0, 1), k >= 1, else ValueError. Peak
+    extra memory of a step: one piece of d, at most piece_elements (or the largest parameter). .grad is
+    neither read nor written. Source: modded-nanogpt, records/track_2_medium/2025-09-16_Snoo (pull request
+    128). """
 
-    def __init__(self, model: nn.Module | Iterable[Tensor], lr: float, momentum: float, k: int, nesterov: bool = True,
+    def __init__(self, model: nn.Module | Iterable[Tensor], lr: float, momentum: float, k: int,
+                 nesterov: bool = True,
                  piece_elements: int = 64 * 2**20) -> None:
         if not lr > 0 or not 0 <= momentum < 1 or k < 1 or k != int(k):
             raise ValueError(f"Snoo needs lr > 0, 0 <= momentum < 1 and a whole k >= 1, not lr {lr}, momentum {momentum}, k {k}")
@@ -1317,7 +1402,8 @@ class Snoo:
         self.pieces, elements = [[]], 0
         for i, p in enumerate(self.params):
             # one dtype a piece: foreach is one kernel only then
-            if self.pieces[-1] and (elements + p.numel() > piece_elements or p.dtype != self.params[i - 1].dtype):
+            if self.pieces[-1] and (elements + p.numel() > piece_elements
+                                    or p.dtype != self.params[i - 1].dtype):
                 self.pieces.append([])
                 elements = 0
             self.pieces[-1].append(i)
@@ -1333,24 +1419,29 @@ class Snoo:
                 if self.momentum > 0:  # buffer = momentum * buffer + d, but d at first, as in torch.optim.SGD
                     buffers = update
                     if self.momentum_buf[piece[0]] is not None:
-                        buffers = torch._foreach_add(update, [self.momentum_buf[i] for i in piece], alpha=self.momentum)
+                        buffers = torch._foreach_add(update, [self.momentum_buf[i] for i in piece],
+                                                     alpha=self.momentum)
                     for i, buffer in zip(piece, buffers):
                         self.momentum_buf[i] = buffer
-                    update = torch._foreach_add(update, buffers, alpha=self.momentum) if self.nesterov else buffers
+                    update = torch._foreach_add(update, buffers,
+                                                alpha=self.momentum) if self.nesterov else buffers
                 torch._foreach_add_(slow, update, alpha=-self.lr)
                 torch._foreach_copy_(fast, slow)
         self.current_step += 1
 
     def state_dict(self) -> dict[str, typing.Any]:
-        """Everything a resumed run needs; optimizer_state_dict has torch.optim.SGD's form. Tensors are the live ones."""
+        """Everything a resumed run needs; optimizer_state_dict has torch.optim.SGD's form. Tensors are the
+        live ones."""
         group = dict(lr=self.lr, momentum=self.momentum, dampening=0, weight_decay=0, nesterov=self.nesterov,
                      params=list(range(len(self.params))))
         state = {i: {"momentum_buffer": b} for i, b in enumerate(self.momentum_buf) if b is not None}
-        return dict(current_step=self.current_step, lr=self.lr, momentum=self.momentum, k=self.k, outer_buf=self.outer_buf,
+        return dict(current_step=self.current_step, lr=self.lr, momentum=self.momentum, k=self.k,
+                    outer_buf=self.outer_buf,
                     optimizer_state_dict=dict(state=state, param_groups=[group]))
 
     def load_state_dict(self, state_dict: dict[str, typing.Any]) -> None:
-        """Copy a state in. ValueError, and nothing changed, when a key is missing or a tensor does not fit its parameter."""
+        """Copy a state in. ValueError, and nothing changed, when a key is missing or a tensor does not fit
+        its parameter."""
         keys = {"current_step", "lr", "momentum", "k", "outer_buf", "optimizer_state_dict"}
         if missing := sorted(keys - state_dict.keys()):
             raise ValueError(f"Snoo's state lacks {', '.join(missing)}")
@@ -1371,7 +1462,8 @@ class Snoo:
         self.nesterov = optimizer["param_groups"][0]["nesterov"]
         for ours, theirs in zip(self.outer_buf, slow):
             ours.copy_(theirs)
-        self.momentum_buf = [None if b is None else torch.empty_like(p).copy_(b) for b, p in zip(buffers, self.params)]
+        self.momentum_buf = [None if b is None else torch.empty_like(p).copy_(b) for b,
+                             p in zip(buffers, self.params)]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Optimizer groups, and the schedules, which are pure functions of the step.
@@ -1379,29 +1471,36 @@ class Snoo:
 
 def build_optimizers(model: GPT, args: Hyperparameters, rank: int = 0, world_size: int = 1
                      ) -> tuple[torch.optim.AdamW, Muon, Snoo | None]:
-    """AdamW for head, embeddings and scalars; Muon for the blocks' matrices; Snoo over all parameters, or None.
-    Each group keeps the lr of its peak as base_lr."""
+    """AdamW for head, embeddings and scalars; Muon for the blocks' matrices; Snoo over all parameters, or
+    None. Each group keeps the lr of its peak as base_lr."""
     head, scalars = [model.lm_head_w], [model.scalars]
     embeds = [e.weight for e in (model.embed1, model.embed2, *model.value_embeds)]
     attention = [a.qkvo_w for a in model.attentions.values()]
     mlp = [w for m in model.mlps for w in (m.fc_w, m.proj_w)]
     covered = [id(p) for part in (head, scalars, embeds, attention, mlp) for p in part]
-    assert sorted(covered) == sorted(id(p) for p in model.parameters()), "groups must cover each parameter exactly once"
+    assert sorted(covered) == sorted(id(p)
+                                     for p in model.parameters()), "groups must cover each parameter exactly once"
     adam = torch.optim.AdamW(
-        [dict(params=ps, lr=lr, base_lr=lr) for ps, lr in ((head, args.head_lr), (embeds, args.embed_lr), (scalars, args.scalar_lr))],
-        betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps, weight_decay=args.adam_weight_decay, fused=True)
+        [dict(params=ps, lr=lr, base_lr=lr) for ps, lr in ((head, args.head_lr), (embeds, args.embed_lr),
+                                                           (scalars, args.scalar_lr))],
+        betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps, weight_decay=args.adam_weight_decay,
+        fused=True)
     decay = args.muon_weight_decay
     muon = Muon(
-        [dict(params=ps, base_lr=args.muon_lr, weight_decay=wd) for ps, wd in ((attention, decay), (mlp, decay * args.mlp_decay_multiplier))],
-        lr=args.muon_lr, weight_decay=decay, momentum=muon_momentum(0, args), update_smoothing=smoothing_beta(0, args),
+        [dict(params=ps, base_lr=args.muon_lr, weight_decay=wd) for ps,
+         wd in ((attention, decay), (mlp, decay * args.mlp_decay_multiplier))],
+        lr=args.muon_lr, weight_decay=decay, momentum=muon_momentum(0, args),
+        update_smoothing=smoothing_beta(0, args),
         smoothing_interpolated=args.update_smoothing_interpolated, smoothing=smoothing_is_on(args), rank=rank,
         world_size=world_size, compile=args.compile)
-    snoo = Snoo(model, args.snoo_lr, args.snoo_momentum, args.snoo_k, args.snoo_nesterov) if args.snoo else None
+    snoo = Snoo(model, args.snoo_lr, args.snoo_momentum, args.snoo_k,
+                args.snoo_nesterov) if args.snoo else None
     return adam, muon, snoo
 
 
 def learning_rate_scale(step: int, args: Hyperparameters) -> float:
-    """Factor on the inner optimizers' learning rates: 1, then linear to final_lr_scale over the last cooldown_frac."""
+    """Factor on the inner optimizers' learning rates: 1, then linear to final_lr_scale over the last
+    cooldown_frac."""
     x = step / args.num_iterations
     if x < 1 - args.cooldown_frac or args.cooldown_frac == 0:
         return 1.0
@@ -1424,15 +1523,17 @@ def smoothing_beta(step: int, args: Hyperparameters) -> float:
 
 
 def window_blocks(step: int, args: Hyperparameters) -> int:
-    """Attention window in blocks of 128 tokens: cubic in the share of the run, at least 1. The published source carries a
-    note of 1792 tokens, left from an older record; the code that ran used 3456."""
+    """Attention window in blocks of 128 tokens: cubic in the share of the run, at least 1. The published
+    source carries a note of 1792 tokens, left from an older record; the code that ran used 3456."""
     x = step / args.num_iterations
     tokens = args.window_max * (4 * x**3 - 6 * x**2 + 3 * x)
-    return min(max(math.ceil(tokens / BLOCK), 1), args.window_max // BLOCK)  # min: rounding must not reach one more
+    return min(max(math.ceil(tokens / BLOCK), 1),
+               args.window_max // BLOCK)  # min: rounding must not reach one more
 
 
 def outer_steps(args: Hyperparameters) -> tuple[int, int]:
-    """(outer steps of a whole run, inner steps after the last one): outer steps follow inner steps 1, k + 1, 2k + 1, ..."""
+    """(outer steps of a whole run, inner steps after the last one): outer steps follow inner steps 1, k + 1,
+    2k + 1, ..."""
     count = -(-args.num_iterations // args.snoo_k)
     return count, args.num_iterations - ((count - 1) * args.snoo_k + 1)
 
@@ -1442,7 +1543,8 @@ def outer_steps(args: Hyperparameters) -> tuple[int, int]:
 
 @dataclass
 class Training:
-    """What a run changes as it goes. `forward` is the model, compiled or not; `group` carries the collectives."""
+    """What a run changes as it goes. `forward` is the model, compiled or not; `group` carries the
+    collectives."""
     model: GPT
     forward: typing.Callable[[Tensor, Tensor, Tensor], Tensor]
     adam: torch.optim.AdamW
@@ -1474,8 +1576,10 @@ def build_training(args: Hyperparameters, ctx: Distributed) -> Training:
     """Model on the device, the same on all ranks, and its optimizers."""
     torch.manual_seed(args.seed)
     with ctx.device:
-        model = GPT(args.vocab_size, args.num_layers, args.num_heads, args.model_dim, max(args.train_seq_len, args.val_seq_len),
-                    args.head_dim, args.eot_token, args.attention_scale, args.logit_softcap, args.backout, args.smear,
+        model = GPT(args.vocab_size, args.num_layers, args.num_heads, args.model_dim,
+                    max(args.train_seq_len, args.val_seq_len),
+                    args.head_dim, args.eot_token, args.attention_scale, args.logit_softcap, args.backout,
+                    args.smear,
                     args.head_chunks, fused_mlp=args.fused_mlp)
     if ctx.world_size > 1:
         for p in model.parameters():
@@ -1489,11 +1593,13 @@ def build_training(args: Hyperparameters, ctx: Distributed) -> Training:
 
 
 def window_tensor(step: int, args: Hyperparameters, ctx: Distributed) -> Tensor:
-    """A tensor, so that a growing window recompiles nothing; filled on the device, so that no copy is waited for."""
+    """A tensor, so that a growing window recompiles nothing; filled on the device, so that no copy is waited
+    for."""
     return torch.full((), window_blocks(step, args), dtype=torch.int32, device=ctx.device)
 
 
-def train_step(training: Training, batch: tuple[Tensor, Tensor], step: int, args: Hyperparameters, ctx: Distributed) -> None:
+def train_step(training: Training, batch: tuple[Tensor, Tensor], step: int, args: Hyperparameters,
+               ctx: Distributed) -> None:
     """One step on this rank's slice of the global batch, taken one sequence at a time."""
     micro_batches = args.batch_sequences // ctx.world_size
     window = window_tensor(step, args, ctx)
@@ -1526,14 +1632,16 @@ def train_step(training: Training, batch: tuple[Tensor, Tensor], step: int, args
 # Kernel warm-up and validation.
 
 
-def random_batch(num_tokens: int, args: Hyperparameters, ctx: Distributed, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def random_batch(num_tokens: int, args: Hyperparameters, ctx: Distributed,
+                 generator: torch.Generator) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(args.vocab_size, (num_tokens + 1,), generator=generator)
     return to_device((tokens[:-1].to(torch.int32), tokens[1:]), ctx)
 
 
 def warm_up(training: Training, args: Hyperparameters, ctx: Distributed) -> None:
-    """Compile and run everything once on random tokens, then put all state back: parameters, every optimizer's and Snoo's
-    state, RNG. The loader is not touched. Kept on the CPU meanwhile, so that the peak memory is training's own."""
+    """Compile and run everything once on random tokens, then put all state back: parameters, every
+    optimizer's and Snoo's state, RNG. The loader is not touched. Kept on the CPU meanwhile, so that the peak
+    memory is training's own."""
     def kept(tree: typing.Any) -> typing.Any:
         if isinstance(tree, Tensor):
             return tree.detach().to("cpu", copy=True)
@@ -1549,7 +1657,8 @@ def warm_up(training: Training, args: Hyperparameters, ctx: Distributed) -> None
             train_step(training, random_batch(local_tokens, args, ctx, generator), 0, args, ctx)
         training.model.eval()
         with torch.no_grad():
-            training.forward(*random_batch(args.val_seq_len, args, ctx, generator), window_tensor(0, args, ctx))
+            training.forward(*random_batch(args.val_seq_len, args, ctx, generator),
+                             window_tensor(0, args, ctx))
         training.model.train()
         training.load(before)
     ctx.synchronize()
@@ -1566,7 +1675,8 @@ def validate(training: Training, step: int, args: Hyperparameters, ctx: Distribu
     """Mean cross-entropy over the first val_tokens of the validation stream, the same on all ranks."""
     batch_tokens = ctx.world_size * args.val_seq_len
     count = args.val_tokens // batch_tokens
-    batches = token_batches(args.val_files, batch_tokens, ctx.rank, ctx.world_size, vocab_size=args.vocab_size)
+    batches = token_batches(args.val_files, batch_tokens, ctx.rank, ctx.world_size,
+                            vocab_size=args.vocab_size)
     window = window_tensor(step, args, ctx)
     training.model.eval()
     total = torch.zeros((), device=ctx.device)
@@ -1622,7 +1732,8 @@ def read_column(path: Path, columns: tuple[str, ...]) -> list[tuple[float, ...]]
 
 
 def read_published(path: Path) -> Published:
-    """A curve from a curve.csv (with the runs.csv beside it) or from a run's log. UserError when it holds none."""
+    """A curve from a curve.csv (with the runs.csv beside it) or from a run's log. UserError when it holds
+    none."""
     if path.suffix == ".csv":
         curve = {int(step): loss for step, loss in read_column(path, ("step", "val_loss"))}
         runs = path.parent / "runs.csv"
@@ -1633,7 +1744,8 @@ def read_published(path: Path) -> Published:
         except OSError as e:
             raise UserError(f"{path}: cannot be read ({e.strerror})") from None
         body = text[text.rfind(f"\n{SEPARATOR}\n") + 1:]  # the source before it may print such lines too
-        found = re.findall(r"^step:(\d+)/\d+ val_loss:(\d+\.\d+)\s[^\n]*\n", body, re.MULTILINE)  # whole lines only
+        found = re.findall(r"^step:(\d+)/\d+ val_loss:(\d+\.\d+)\s[^\n]*\n", body,
+                           re.MULTILINE)  # whole lines only
         curve, finals = {int(step): float(loss) for step, loss in found}, []
     if not curve:
         raise UserError(f"{path}: holds no validation loss to compare with; --compare_with wants a curve.csv with the columns "
@@ -1642,7 +1754,8 @@ def read_published(path: Path) -> Published:
 
 
 def find_published(command: Command) -> tuple[Published | None, str]:
-    """(curve or None, what the log says about it). A missing curve of the recipe is said, a missing named file refused."""
+    """(curve or None, what the log says about it). A missing curve of the recipe is said, a missing named
+    file refused."""
     wanted = command.args.compare_with
     if wanted == "none":
         return None, "comparison: none"
@@ -1655,8 +1768,8 @@ def find_published(command: Command) -> tuple[Published | None, str]:
     return read_published(path), f"comparison: {path}{differs}"
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints: a folder in which rank 0 writes what all ranks hold and each rank its own Muon shard. Written aside, then
-# renamed: complete or invisible. Read with weights_only: loading runs no code from the files.
+# Checkpoints: a folder in which rank 0 writes what all ranks hold and each rank its own Muon shard. Written
+# aside, then renamed: complete or invisible. Read with weights_only: loading runs no code from the files.
 
 CHECKPOINT_FORMAT = 2
 FINISHED = "finished"  # an empty file of this name in a run's folder of checkpoints: --resume auto passes it over
@@ -1713,9 +1826,11 @@ def clear_leftovers(folder: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def save_checkpoint(training: Training, progress: Progress, about: dict[str, typing.Any], keep: int, log: RunLog, folder: Path,
+def save_checkpoint(training: Training, progress: Progress, about: dict[str, typing.Any], keep: int,
+                    log: RunLog, folder: Path,
                     ctx: Distributed) -> None:
-    """Write folder/step_NNNNNN and drop older ones. A failure is said and removed; training goes on without it."""
+    """Write folder/step_NNNNNN and drop older ones. A failure is said and removed; training goes on without
+    it."""
     final = folder / f"step_{progress.step:06d}"
     aside = folder / f".{final.name}.{uuid.uuid4().hex}"
     problem = None
@@ -1756,11 +1871,12 @@ def save_checkpoint(training: Training, progress: Progress, about: dict[str, typ
 
 
 def drop_older(kept: list[str], keep: int, folder: Path, log: RunLog) -> None:
-    """Delete the oldest of `kept` until `keep` are left, and take them off the list. The names may come from a file: what
-    is not the name of a checkpoint beside `folder`, or belongs to a run that is alive, stays."""
+    """Delete the oldest of `kept` until `keep` are left, and take them off the list. The names may come from
+    a file: what is not the name of a checkpoint beside `folder`, or belongs to a run that is alive, stays."""
     while len(kept) > keep:
         old = folder.parent / kept.pop(0)
-        if not re.fullmatch(r"[\w-]+_checkpoints/step_\d{6,}", f"{old.parent.name}/{old.name}") or not old.is_dir() \
+        if not re.fullmatch(r"[\w-]+_checkpoints/step_\d{6,}",
+                            f"{old.parent.name}/{old.name}") or not old.is_dir() \
                 or old.parent.parent != folder.parent or (old.parent != folder and is_running(old.parent)):
             continue
         try:
@@ -1781,14 +1897,15 @@ def mark_finished(kept: list[str], folder: Path) -> None:
 
 
 def find_checkpoint(args: Hyperparameters) -> Path | None:
-    """The folder that --resume names. For auto the newest one of this run name, None where there is none; a run that is
-    alive or has finished is not continued."""
+    """The folder that --resume names. For auto the newest one of this run name, None where there is none; a
+    run that is alive or has finished is not continued."""
     if args.resume != "auto":
         return local_path(args.resume)
     found = []
     for path in (local_path(args.log_dir) / args.run_name).glob("*_checkpoints/step_*"):
         try:
-            if re.fullmatch(r"step_\d{6,}", path.name) and not (path.parent / FINISHED).exists() and not is_running(path.parent):
+            if re.fullmatch(r"step_\d{6,}",
+                            path.name) and not (path.parent / FINISHED).exists() and not is_running(path.parent):
                 found.append(((path / "shared.pt").stat().st_mtime_ns, path))
         except OSError:  # deleted meanwhile, or none of ours
             pass
@@ -1808,8 +1925,10 @@ def load_tensors(path: Path) -> dict[str, typing.Any]:
     return value
 
 
-PARTS = dict(format=int, step=int, train_time_ms=float, val_losses=list, kept=list, data_position=list, recipe=str, scale=str,
-             hyperparameters=dict, source_sha256=str, world_size=int, log=str, model=dict, adam=dict, snoo=(dict, type(None)),
+PARTS = dict(format=int, step=int, train_time_ms=float, val_losses=list, kept=list, data_position=list,
+             recipe=str, scale=str,
+             hyperparameters=dict, source_sha256=str, world_size=int, log=str, model=dict, adam=dict,
+             snoo=(dict, type(None)),
              rng=dict)  # of shared.pt
 
 
@@ -1823,7 +1942,8 @@ def read_checkpoint(folder: Path) -> dict[str, typing.Any]:
         raise UserError(f"{folder / 'shared.pt'}: not a checkpoint of format {CHECKPOINT_FORMAT} of this program"
                         + (f" (no good: {', '.join(wrong)})" if wrong else ""))
     shards = [load_tensors(folder / f"muon_{r}.pt") for r in range(shared["world_size"])]
-    if any(not isinstance(shard.get(name), kind) for shard in shards for name, kind in (("state", dict), ("param_groups", list))):
+    if any(not isinstance(shard.get(name), kind) for shard in shards for name,
+           kind in (("state", dict), ("param_groups", list))):
         raise UserError(f"{folder}: a muon_N.pt holds something else than Muon's state")
     shared["muon"] = dict(state={i: s for shard in shards for i, s in shard["state"].items()},
                           param_groups=shards[0]["param_groups"])
@@ -1855,13 +1975,16 @@ def stream_position(shards: list[Shard], batch_tokens: int, batch: int) -> list[
     return ["", 0]
 
 
-def check_resumable(saved: dict[str, typing.Any], args: Hyperparameters, source: bytes, train_shards: list[Shard], folder: Path
+def check_resumable(saved: dict[str, typing.Any], args: Hyperparameters, source: bytes,
+                    train_shards: list[Shard], folder: Path
                     ) -> list[str]:
-    """What differs between the checkpoint's run and this one. UserError when anything does, unless resume_anyway."""
+    """What differs between the checkpoint's run and this one. UserError when anything does, unless
+    resume_anyway."""
     ours, theirs = dataclasses.asdict(args), saved["hyperparameters"]
     if saved["step"] > args.num_iterations:
         raise UserError(f"{folder}: it stands at step {saved['step']}, past --num_iterations {args.num_iterations}")
-    differing = [f"{n}: {theirs.get(n, 'absent')} there, {ours.get(n, 'absent')} here" for n in sorted(ours.keys() | theirs.keys())
+    differing = [f"{n}: {theirs.get(n, 'absent')} there, {ours.get(n, 'absent')} here"
+                 for n in sorted(ours.keys() | theirs.keys())
                  if n not in BOOKKEEPING and ours.get(n, "absent") != theirs.get(n, "absent")]
     if saved["source_sha256"] != hashlib.sha256(source).hexdigest():
         differing.append("the script's source")
@@ -1874,9 +1997,10 @@ def check_resumable(saved: dict[str, typing.Any], args: Hyperparameters, source:
     return differing
 
 
-def resume(training: Training, saved: dict[str, typing.Any], args: Hyperparameters, folder: Path) -> list[str]:
-    """Put a checkpoint's state in place; UserError when it does not fit. With resume_anyway, part by part and under this
-    run's hyperparameters; returns what the log has to say about it."""
+def resume(training: Training, saved: dict[str, typing.Any], args: Hyperparameters,
+           folder: Path) -> list[str]:
+    """Put a checkpoint's state in place; UserError when it does not fit. With resume_anyway, part by part and
+    under this run's hyperparameters; returns what the log has to say about it."""
     if not args.resume_anyway:
         try:
             training.load(saved)
@@ -1886,7 +2010,8 @@ def resume(training: Training, saved: dict[str, typing.Any], args: Hyperparamete
         return []
     current = training.state()
     model = dict(current["model"])
-    fits = [n for n, t in saved["model"].items() if n in model and model[n].shape == t.shape and model[n].dtype == t.dtype]
+    fits = [n for n, t in saved["model"].items() if n in model and model[n].shape == t.shape
+            and model[n].dtype == t.dtype]
     training.model.load_state_dict({**model, **{n: saved["model"][n] for n in fits}})
     lines = [f"{len(fits)} of {len(model)} parameters taken"]
     if training.snoo:  # unless its state fits too, the slow weights are those that were taken
@@ -1912,7 +2037,8 @@ def resume(training: Training, saved: dict[str, typing.Any], args: Hyperparamete
     return lines
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: checks, set-up, loop. One clock: it starts after the warm-up and stands still in validation and saving.
+# The run: checks, set-up, loop. One clock: it starts after the warm-up and stands still in validation and
+# saving.
 
 
 class Clock:
@@ -1929,12 +2055,15 @@ class Clock:
         return self.before
 
     def ms(self) -> float:
-        """Train time so far, of a running clock; without a wait for the device, so it may be a few steps early."""
+        """Train time so far, of a running clock; without a wait for the device, so it may be a few steps
+        early."""
         return self.before + 1e3 * (time.perf_counter() - self.since)
 
 
-def local_checks(command: Command, source: bytes, rank: int, local_rank: int, world_size: int) -> dict[str, typing.Any]:
-    """All that this rank can find wrong before any process group or model exists. UserError, or what was found."""
+def local_checks(command: Command, source: bytes, rank: int, local_rank: int, world_size: int) -> dict[str,
+                                                                                                       typing.Any]:
+    """All that this rank can find wrong before any process group or model exists. UserError, or what was
+    found."""
     args = command.args
     if torch.cuda.is_available() and local_rank >= torch.cuda.device_count():
         raise UserError(f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are there; start at most that many "
@@ -1952,7 +2081,8 @@ def local_checks(command: Command, source: bytes, rank: int, local_rank: int, wo
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"{folder}: the run's log cannot be written there ({existing} is "
                             f"{'not writable' if existing.is_dir() else 'not a folder'}); --log_dir names another folder")
-    found = dict(train=train, shards=[*train, *val], published=published, comparison=comparison, folder=folder, differing=[],
+    found = dict(train=train, shards=[*train, *val], published=published, comparison=comparison,
+                 folder=folder, differing=[],
                  checkpoint=None, saved=None)
     if args.resume:
         found["checkpoint"], found["saved"] = open_checkpoint(args)
@@ -1982,7 +2112,13 @@ def peak_memory(ctx: Distributed) -> str:
         allocated, reserved = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
     else:
         import resource  # POSIX only, like the gloo and nccl ranks themselves
-        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1 if sys.platform == "linux" else 1024) >> 10
+        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1
+
+
+
+
+
+                                                                                      if sys.platform == "linux" else 1024) >> 10
     return f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB"
 
 
@@ -2012,7 +2148,8 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
     """The loop. Returns the signal that ended it, or 0. `save` writes a checkpoint of `progress`."""
     total, first = args.num_iterations, progress.step
     terminal = ctx.rank == 0 and sys.stdout.isatty()
-    batches = token_batches(args.train_files, args.batch_sequences * args.train_seq_len, ctx.rank, ctx.world_size, first,
+    batches = token_batches(args.train_files, args.batch_sequences * args.train_seq_len, ctx.rank,
+                            ctx.world_size, first,
                             args.vocab_size)
     batch = to_device(next(batches), ctx) if first < total else None
     clock = Clock(ctx, progress.train_time_ms)
@@ -2021,7 +2158,8 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
     for step in range(first, total + 1):
         # validation and saving, off the clock
         validating = step == total or (args.val_loss_every > 0 and step % args.val_loss_every == 0)
-        saving = (step == total and args.save_final) or (args.save_every > 0 and step % args.save_every == 0 and step > first)
+        saving = (step == total and args.save_final) or (args.save_every > 0 and step % args.save_every == 0
+                                                         and step > first)
         watch.ending = step == total  # then a signal has nothing left to stop
         signum = 0 if watch.ending else watch.agreed(step)
         if validating or saving or signum:
@@ -2033,7 +2171,8 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
                 return signum
             if validating:
                 loss = validate(training, step, args, ctx)
-                progress.val_losses = [pair for pair in progress.val_losses if pair[0] < step] + [[step, loss]]
+                progress.val_losses = [pair for pair in progress.val_losses
+                                       if pair[0] < step] + [[step, loss]]
                 line = (f"step:{step}/{total} val_loss:{loss:.6f} train_time:{progress.train_time_ms:.0f}ms "
                         f"step_avg:{progress.train_time_ms / max(step, 1):.2f}ms{published.remark(step, loss) if published else ''}")
                 log.write(line)
@@ -2079,7 +2218,8 @@ def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
         return
 
     ctx = start_distributed(args, rank, local_rank, world_size)
-    watch, log, progress, saved = Watch(ctx, args.step_timeout), RunLog(None), Progress(), found.pop("saved", None)
+    watch, log, progress, saved = Watch(ctx, args.step_timeout), RunLog(None), Progress(), found.pop("saved",
+                                                                                                     None)
     try:
         ctx.agree(problem)
         if args.seed is None:
@@ -2087,10 +2227,13 @@ def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
         if args.run_id is None:
             args.run_id = next_run_id(found["folder"])
         # what rank 0 drew or found holds for all
-        args.seed, args.run_id, name = ctx.share((args.seed, args.run_id, f"{args.run_id:03d}_{uuid.uuid4()}"))[0]
-        same = ctx.share(dataclasses.asdict(args) | {"checkpoint": found["checkpoint"] and found["checkpoint"].name})
+        args.seed, args.run_id, name = ctx.share((args.seed, args.run_id,
+                                                  f"{args.run_id:03d}_{uuid.uuid4()}"))[0]
+        same = ctx.share(dataclasses.asdict(args) | {"checkpoint": found["checkpoint"]
+                                                     and found["checkpoint"].name})
         if any(other != same[0] for other in same):
-            raise UserError("the ranks were started with different hyperparameters or checkpoints; start all with one command")
+            raise UserError("the ranks were started with different hyperparameters or checkpoints; start all "
+                            "with one command")
 
         # state before the log: a checkpoint that does not fit leaves nothing behind
         training, remarks = build_training(args, ctx), found["differing"]
@@ -2123,13 +2266,16 @@ def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
         saved, watch.how_to_resume = None, how_to_resume(progress, args)
         warm_up(training, args, ctx)
 
-        about = dict(format=CHECKPOINT_FORMAT, recipe=command.recipe, scale=command.scale, world_size=world_size,
+        about = dict(format=CHECKPOINT_FORMAT, recipe=command.recipe, scale=command.scale,
+                     world_size=world_size,
                      log=f"{args.run_name}/{name}.txt", hyperparameters=dataclasses.asdict(args),
                      source_sha256=hashlib.sha256(source).hexdigest())
 
         def save() -> None:
-            about["data_position"] = stream_position(found["train"], args.batch_sequences * args.train_seq_len, progress.step)
-            save_checkpoint(training, progress, about, args.keep_checkpoints, log, found["folder"] / f"{name}_checkpoints", ctx)
+            about["data_position"] = stream_position(found["train"],
+                                                     args.batch_sequences * args.train_seq_len, progress.step)
+            save_checkpoint(training, progress, about, args.keep_checkpoints, log,
+                            found["folder"] / f"{name}_checkpoints", ctx)
             watch.beat, watch.how_to_resume = time.monotonic(), how_to_resume(progress, args)
 
         signum = train(training, progress, args, found["published"], save, log, watch, ctx)
@@ -2147,7 +2293,8 @@ def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
         log.close()
         watch.close()
     except Exception as e:
-        text = str(e) if isinstance(e, UserError) and not watch.training else failure_text(e, rank, progress.step, ctx)
+        text = str(e) if isinstance(e, UserError) and not watch.training else failure_text(e, rank,
+                                                                                           progress.step, ctx)
         known = isinstance(e, (torch.OutOfMemoryError, UserError))
         if world_size > 1:
             end_failed_rank(text, "" if known else traceback.format_exc(), is_symptom(e), log, ctx)
@@ -2164,8 +2311,8 @@ def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The run, with the command line's words (default: sys.argv[1:]). A user's mistake prints one message on rank 0 and
-    raises SystemExit(1)."""
+    """The run, with the command line's words (default: sys.argv[1:]). A user's mistake prints one message on
+    rank 0 and raises SystemExit(1)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding does not
