@@ -724,6 +724,8 @@ def check_shard(path: str | os.PathLike) -> Shard:
     if header[1] != SHARD_VERSION:
         raise UserError(f"{path}: shard version {header[1]}, but this program reads version {SHARD_VERSION}")
     num_tokens = int(header[2])
+    if num_tokens < 1:
+        raise UserError(f"{path}: the header counts {num_tokens} tokens; a shard has at least one")
     if size != HEADER_BYTES + 2 * num_tokens:
         raise UserError(f"{path}: the header promises {num_tokens} tokens, {HEADER_BYTES + 2 * num_tokens} bytes, but the "
                         f"file has {size}; {again}")
