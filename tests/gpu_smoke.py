@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -120,9 +121,8 @@ def check_resume(device: torch.device, extra: tuple[str, ...] = ()) -> Row:
         for options in (["--run_name", "whole", "--save_every", "3", "--keep_checkpoints", "9"], ["--run_name", "rest", "--resume"]):
             if options[-1] == "--resume":
                 options.append(str(next(folder.glob("whole/*_checkpoints/step_000003"))))
-            hidden = "" if device.type == "cuda" else "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
-            code = hidden + f"import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path({script.__file__!r}, run_name='__main__')"
-            ended = subprocess.run([sys.executable, "-c", code, script.__file__, *sizes, *options], capture_output=True, text=True, timeout=240)
+            ended = subprocess.run([sys.executable, script.__file__, *sizes, *options], capture_output=True, text=True, timeout=240,
+                                   env={**os.environ, **({} if device.type == "cuda" else {"CUDA_VISIBLE_DEVICES": ""})})
             if ended.returncode != 0:
                 return f"a run ended with {ended.returncode}: {ended.stderr[-300:]}", False
             finals.append(float(ended.stdout.strip().splitlines()[-1].split("val_loss: ")[1]))
