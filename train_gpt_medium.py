@@ -173,7 +173,7 @@ SCALES: dict[str, dict[str, typing.Any]] = {
     "record": {},
     "rehearsal": dict(  # sizes, data and cadence only, so that every recipe can be rehearsed on two CPU cores
         train_files="data/rehearsal/rehearsal_train_*.bin", val_files="data/rehearsal/rehearsal_val_*.bin",
-        batch_sequences=4, train_seq_len=512, val_seq_len=1024, val_tokens=16384, num_heads=2, head_dim=64,
+        batch_sequences=4, train_seq_len=384, val_seq_len=1024, val_tokens=16384, num_heads=2, head_dim=64,
         model_dim=128, vocab_size=257, eot_token=256, num_iterations=90, window_max=512, val_loss_every=20,
         warmup_steps=2, compile=False, log_dir="records/rehearsal", compare_with="none"),
 }
