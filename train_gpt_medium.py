@@ -414,7 +414,7 @@ def start_distributed(args: Hyperparameters, rank: int, local_rank: int, world_s
     training."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
+    if cuda and local_rank < torch.cuda.device_count():  # local_checks has found the rank without a GPU, agree() says so
         torch.cuda.set_device(device)
     if world_size == 1:
         return Distributed(rank, local_rank, world_size, device)
@@ -2246,9 +2246,9 @@ def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
     try:
         found = local_checks(command, source, rank, local_rank, world_size)
     except UserError as e:
-        if rank == 0 or world_size == 1:
+        if world_size == 1 or command.dry_run:
             raise
-        problem = str(e)  # rank 0 may see no fault: it is told in the process group, and prints this
+        problem = str(e)  # another rank may see no fault: all are told in the process group, and rank 0 prints this
     if command.dry_run:
         if rank == 0:
             print("\n".join([*plan(command, world_size), found["comparison"], f"log: {found['folder']}/"]
