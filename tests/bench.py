@@ -1,26 +1,32 @@
-"""Where a training step's time goes, on the machine it runs on: `python tests/bench.py [PART ...]`, parts below.
+"""Where a training step's time goes, on the machine it runs on: `python tests/bench.py [PART ...]`.
 
-    step        data, forward + backward, reduce, inner optimizers, outer step; tokens/s, model FLOPs utilisation, peak memory;
-                all against a plain version in the same run: one sequence's whole logits through log_softmax, Muon matrix by
-                matrix, AdamW and Snoo parameter by parameter
+    step        data, forward + backward, reduce, inner optimizers, outer step; tokens/s, model FLOPs
+                utilisation, peak memory; all against a plain version in the same run: whole logits through
+                log_softmax, Muon matrix by matrix, AdamW and Snoo parameter by parameter
     muon        the blocks' matrices in one batched Newton-Schulz a shape, against one by one
-    snoo        one outer step over 120 parameters, against the published per-parameter loop; the aim is 0.6 of its time
+    snoo        one outer step over 120 parameters, against the published per-parameter loop; aim 0.6 of its
+                time
     reduction   collectives and bytes a step and rank, counted on full-size fake tensors in a world of 8
-    host        loader and log at the record's sizes: shards of 1e8 tokens, rank 3 of 8's slice of 524288; the aim is 0.5 ms
+    host        loader and log at the record's sizes: shards of 1e8 tokens, rank 3's eighth of 524288; aim
+                0.5 ms
 
-On a GPU, `step` takes the record's sizes with one micro-batch of 65536 tokens, compiled, tuning off (under 5 minutes); on a
-CPU the rehearsal's sizes, eager (under 2 minutes for all parts). Under torchrun, `step` runs on all ranks.
+On a GPU, `step` takes the record's sizes with one micro-batch of 65536 tokens, compiled, tuning off (under 5
+minutes); on a CPU the rehearsal's sizes, eager (all parts under 2 minutes). Under torchrun, `step` runs on
+all ranks.
 
-FLOPs, with T tokens a sequence, d model_dim, L layers, V vocabulary rows of the head; a product's multiply and add count as
-two, and the backward of a product is two products:
-    products    6 T N, N = 4 d^2 (L - 1) + 8 d^2 L + V d     q, k, v, o of the L - 1 attention layers, the two MLP
-                                                             matrices, the head: 97.8 TFLOP at the record's sizes
-    attention   12 d for each pair (query, key) in a kept block of 128 x 128, summed over the layers' masks: two products
-                forward, four backward. Its own recomputation of q.k in the backward is left out. Where no document ends
-                inside the window: 25.9 TFLOP at the end of the run, 13.0 averaged over the run's windows.
-Embeddings, norms and optimizers are left out: utilisation is (products + attention) / (step time * the device's peak).
-The peak of a GPU is its dense bf16 rate from PEAKS; that of a CPU is a float32 product timed in this run.
+FLOPs, with T tokens a sequence, d model_dim, L layers, V vocabulary rows of the head; a product's multiply
+and add count as two, and the backward of a product is two products:
+    products    6 T N, N = 4 d^2 (L - 1) + 8 d^2 L + V d: q, k, v, o of the L - 1 attention layers, the two
+                MLP matrices, the head. 97.8 TFLOP at the record's sizes.
+    attention   12 d for each pair (query, key) in a kept block of 128 x 128, summed over the layers' masks:
+                two products forward, four backward; its recomputation of q.k in the backward is left out.
+                Where no document ends inside the window: 25.4 TFLOP at the end of the run, half of it on
+                average over the run's windows.
+Embeddings, norms and optimizers are left out: utilisation is (products + attention) / (step time * the
+device's peak). The peak of a GPU is its dense bf16 rate from PEAKS; that of a CPU is a float32 product timed
+in this run.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -38,12 +44,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_gpt_medium as script  # noqa: E402
+import train_gpt_medium as script
 
-PEAKS = {"H100": 989.4, "H200": 989.4, "A100": 312.0, "B200": 2250.0, "L40S": 362.0}  # dense bf16 TFLOP/s by name
+PEAKS = {
+    "H100": 989.4,
+    "H200": 989.4,
+    "A100": 312.0,
+    "B200": 2250.0,
+    "L40S": 362.0,
+}  # dense bf16 TFLOP/s by name
 PHASES = ("data", "forward + backward", "reduce", "inner optimizers", "outer step")
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # FLOPs and peaks.
 
 
@@ -68,14 +80,18 @@ def layer_windows(args: script.Hyperparameters, window: int) -> list[int]:
 def block_pairs(docs: Tensor, window: int) -> int:
     """Pairs in the blocks that a mask of `window` blocks keeps."""
     partial, _, full, _ = script.block_lists(docs)
-    partial, full = script.windowed(partial, full, torch.tensor(window, dtype=torch.int32, device=docs.device))
+    partial, full = script.windowed(
+        partial, full, torch.tensor(window, dtype=torch.int32, device=docs.device)
+    )
     return int(partial.sum() + full.sum()) * script.BLOCK**2
 
 
 def model_flops(args: script.Hyperparameters, tokens: int, docs: Tensor, window: int) -> tuple[int, int]:
     """(products, attention) of one sequence."""
     pairs = {w: block_pairs(docs, w) for w in set(layer_windows(args, window))}
-    return product_flops(args, tokens), sum(attention_flops(args, pairs[w]) for w in layer_windows(args, window))
+    return product_flops(args, tokens), sum(
+        attention_flops(args, pairs[w]) for w in layer_windows(args, window)
+    )
 
 
 def peak_rate(device: torch.device) -> tuple[float, str]:
@@ -109,7 +125,9 @@ def timed(call: typing.Callable[[], typing.Any], repeats: int, device: torch.dev
     return seconds
 
 
-def in_turns(calls: dict[str, typing.Callable[[], typing.Any]], repeats: int, device: torch.device) -> dict[str, float]:
+def in_turns(
+    calls: dict[str, typing.Callable[[], typing.Any]], repeats: int, device: torch.device
+) -> dict[str, float]:
     """Median seconds of each call, taken in turns: a busy machine slows all of them alike."""
     for call in calls.values():
         call()
@@ -123,7 +141,8 @@ def in_turns(calls: dict[str, typing.Callable[[], typing.Any]], repeats: int, de
             seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
-# ---------------------------------------------------------------------------------------------------------------------
+
+# -----------------------------------------------------------------------------------------------------------
 # The plain version of each part: what the script's fused one must equal.
 
 
@@ -143,8 +162,15 @@ class PlainMuon:
             g = bucket.group
             for i in bucket.slots[0]:
                 p = self.muon.matrices[i]
-                scalars = [torch.tensor(v, dtype=torch.float32) for v in (
-                    g["momentum"], 1 - g["lr"] * g["weight_decay"], g["lr"] * max(1, p.size(-2) / p.size(-1)) ** 0.5, g["beta"])]
+                scalars = [
+                    torch.tensor(v, dtype=torch.float32)
+                    for v in (
+                        g["momentum"],
+                        1 - g["lr"] * g["weight_decay"],
+                        g["lr"] * max(1, p.size(-2) / p.size(-1)) ** 0.5,
+                        g["beta"],
+                    )
+                ]
                 state = self.muon.state[p]
                 stacks = [p, p.grad, state["mantissa"], state["momentum"], state.get("smoothing")]
                 for j in range(p.size(0) if p.ndim > 2 else 1):
@@ -174,7 +200,9 @@ class PlainSnoo:
 
 def plain_loss(model: script.GPT, inputs: Tensor, targets: Tensor, window: Tensor) -> Tensor:
     """GPT.forward with a head that keeps its logits and leaves its gradient to autograd."""
-    logits = script.linear(model.hidden(inputs, window), model.lm_head_w.to(model.embed1.weight.dtype)).float()
+    logits = script.linear(
+        model.hidden(inputs, window), model.lm_head_w.to(model.embed1.weight.dtype)
+    ).float()
     logits = model.logit_softcap * logits * torch.rsqrt(logits.square() + model.logit_softcap**2)
     return -logits.log_softmax(-1).gather(-1, targets[:, None]).mean()
 
@@ -184,8 +212,13 @@ def plain_training(args: script.Hyperparameters, ctx: script.Distributed) -> scr
     model = training.model
     groups = [{**g} for g in training.adam.param_groups]
     training.adam = torch.optim.AdamW(
-        [dict(params=g["params"], lr=g["lr"], base_lr=g["base_lr"]) for g in groups], betas=groups[0]["betas"],
-        eps=groups[0]["eps"], weight_decay=groups[0]["weight_decay"], foreach=False, fused=False)
+        [dict(params=g["params"], lr=g["lr"], base_lr=g["base_lr"]) for g in groups],
+        betas=groups[0]["betas"],
+        eps=groups[0]["eps"],
+        weight_decay=groups[0]["weight_decay"],
+        foreach=False,
+        fused=False,
+    )
     training.muon = PlainMuon(training.muon)
     if training.snoo:
         training.snoo = PlainSnoo(list(model.parameters()), args.snoo_lr, args.snoo_momentum, args.snoo_k)
@@ -196,12 +229,13 @@ def plain_training(args: script.Hyperparameters, ctx: script.Distributed) -> scr
     training.forward = torch.compile(forward, dynamic=False, fullgraph=True) if args.compile else forward
     return training
 
-# ---------------------------------------------------------------------------------------------------------------------
+
+# -----------------------------------------------------------------------------------------------------------
 # The parts.
 
 
 class Stopwatch:
-    """Seconds by phase, by wrapping the calls that end or make one up. The device is waited for at each border."""
+    """Seconds by phase, by wrapping the calls that end or make one up. Each border waits for the device."""
 
     def __init__(self, training: script.Training, ctx: script.Distributed) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -238,19 +272,23 @@ class Stopwatch:
 
 
 def step_sizes(device: torch.device, ranks: int) -> script.Hyperparameters:
-    """The record's sizes with one micro-batch a rank on a GPU; the rehearsal's on a CPU. Every step is an outer one, so
-    that its time is seen; the window is the widest."""
+    """The record's sizes with one micro-batch a rank on a GPU; the rehearsal's on a CPU. Every step is an
+    outer one, so that its time is seen; the window is the widest."""
     common = dict(run_name="bench", seed=1234, snoo_k=1, num_iterations=100, cooldown_frac=0.0)
     if device.type == "cuda":
         return script.Hyperparameters(**common, batch_sequences=ranks, coordinate_descent_tuning=False)
     return script.Hyperparameters(**{**script.SCALES["rehearsal"], **common})
 
 
-def run_steps(training: script.Training, args: script.Hyperparameters, ctx: script.Distributed, steps: int, pattern: str
-              ) -> tuple[dict[str, float], float, list[float]]:
-    """(median seconds by phase, median seconds a step, losses). The first two steps do not count: compiling, new state."""
+def run_steps(
+    training: script.Training, args: script.Hyperparameters, ctx: script.Distributed, steps: int, pattern: str
+) -> tuple[dict[str, float], float, list[float]]:
+    """(median seconds by phase, median seconds a step, losses). The first two steps, which compile and make
+    the optimizers' state, do not count."""
     watch, laps, totals = Stopwatch(training, ctx), [], []
-    batches = script.token_batches(pattern, args.batch_sequences * args.train_seq_len, ctx.rank, ctx.world_size)
+    batches = script.token_batches(
+        pattern, args.batch_sequences * args.train_seq_len, ctx.rank, ctx.world_size
+    )
     for _ in range(steps + 2):
         watch.seconds = dict.fromkeys(PHASES, 0.0)
         synchronize(ctx.device)
@@ -269,14 +307,18 @@ def write_shard(path: Path, tokens: int, vocab_size: int, eot_token: int, docume
     """A shard of random tokens, a document every `document` of them."""
     header = torch.zeros(256, dtype=torch.int32)
     header[:3] = torch.tensor([script.SHARD_MAGIC, script.SHARD_VERSION, tokens], dtype=torch.int32)
-    body = torch.randint(vocab_size, (tokens,), generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(torch.uint16)
+    body = torch.randint(
+        vocab_size, (tokens,), generator=torch.Generator().manual_seed(0), dtype=torch.int32
+    ).to(torch.uint16)
     body.view(torch.int16)[::document] = torch.tensor([eot_token]).to(torch.uint16).view(torch.int16).item()
     with open(path, "wb") as f:
         f.write(header.numpy().tobytes())
         f.write(body.numpy().tobytes())
 
 
-def bench_step(ctx: script.Distributed, steps: int, args: script.Hyperparameters | None = None) -> dict[str, typing.Any]:
+def bench_step(
+    ctx: script.Distributed, steps: int, args: script.Hyperparameters | None = None
+) -> dict[str, typing.Any]:
     args = args or step_sizes(ctx.device, ctx.world_size)
     script.check_hyperparameters(args, ctx.world_size)
     micro_batches = args.batch_sequences // ctx.world_size
@@ -284,9 +326,11 @@ def bench_step(ctx: script.Distributed, steps: int, args: script.Hyperparameters
     results: dict[str, typing.Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         batch_tokens = args.batch_sequences * args.train_seq_len
-        write_shard(Path(folder) / "bench_0.bin", (steps + 3) * batch_tokens + 2, args.vocab_size, args.eot_token)
+        write_shard(
+            Path(folder) / "bench_0.bin", (steps + 3) * batch_tokens + 2, args.vocab_size, args.eot_token
+        )
         pattern = str(Path(folder) / "*.bin")
-        tokens = script.load_shard(Path(folder) / "bench_0.bin")[:args.train_seq_len].to(torch.int32)
+        tokens = script.load_shard(Path(folder) / "bench_0.bin")[: args.train_seq_len].to(torch.int32)
         docs = (tokens == args.eot_token).cumsum(0, dtype=torch.int32)
         makers = {"ours": script.build_training}
         if ctx.world_size == 1:
@@ -308,8 +352,11 @@ def bench_step(ctx: script.Distributed, steps: int, args: script.Hyperparameters
     results |= dict(products=products, attention=attention, peak=peak)
     if ctx.rank == 0:
         names = [n for n in ("ours", "plain") if n in results]
-        print(f"step: {ctx.world_size} ranks of {micro_batches} x {args.train_seq_len} tokens, dim {args.model_dim}, window {window} blocks, "
-              f"{ctx.device.type}, {'compiled' if args.compile else 'eager'}; medians of {steps} steps")
+        print(
+            f"step: {ctx.world_size} ranks of {micro_batches} x {args.train_seq_len} tokens, "
+            f"dim {args.model_dim}, window {window} blocks, "
+            f"{ctx.device.type}, {'compiled' if args.compile else 'eager'}; medians of {steps} steps"
+        )
         print(f"  {'ms':22}" + "".join(f"{n:>12}" for n in names) + f"{'ratio':>9}" * (len(names) > 1))
 
         def row(title: str, values: list[float]) -> None:
@@ -320,22 +367,34 @@ def bench_step(ctx: script.Distributed, steps: int, args: script.Hyperparameters
             row(phase, [results[n]["phases"][phase] for n in names])
         row("whole step", [results[n]["total"] for n in names])
         print(f"  {'tokens/s':22}" + "".join(f"{results[n]['tokens_per_s']:12,.0f}" for n in names))
-        print(f"  {'FLOPs utilisation, %':22}" + "".join(f"{100 * results[n]['utilisation']:12.1f}" for n in names))
+        print(
+            f"  {'FLOPs utilisation, %':22}"
+            + "".join(f"{100 * results[n]['utilisation']:12.1f}" for n in names)
+        )
         for n in names:
             print(f"  {n}: {results[n]['memory']}")
-        print(f"  FLOPs a step and rank: products {products / 1e12:.4g} T, attention {attention / 1e12:.4g} T; "
-              f"at the peak of {peak / 1e12:.4g} TFLOP/s ({source}): {1e3 * (products + attention) / peak:.2f} ms")
+        print(
+            f"  FLOPs a step and rank: products {products / 1e12:.4g} T, attention {attention / 1e12:.4g} T; "
+            f"at the peak of {peak / 1e12:.4g} TFLOP/s ({source}): "
+            f"{1e3 * (products + attention) / peak:.2f} ms"
+        )
         if len(names) > 1:
             apart = max(abs(a - b) for a, b in zip(results["ours"]["losses"], results["plain"]["losses"]))
-            print(f"  losses, ours and plain, differ by at most {apart:.5f} over {len(results['ours']['losses'])} micro-batches")
+            print(
+                f"  losses, ours and plain, differ by at most {apart:.5f} over "
+                f"{len(results['ours']['losses'])} micro-batches"
+            )
             results["apart"] = apart
     return results
 
 
 def bench_muon(device: torch.device, dim: int, repeats: int = 7) -> dict[str, float]:
-    """A rank's matrices in the record's proportions (2 stacks of 4 attention matrices, 4 MLP matrices a rank of 8)."""
+    """A rank's matrices in the record's proportions: 2 stacks of 4 attention matrices, 4 MLP matrices."""
     generator = torch.Generator().manual_seed(0)
-    stacks = [torch.randn(*shape, generator=generator).to(device) for shape in ((2, 4, dim, dim), (2, 4 * dim, dim), (2, dim, 4 * dim))]
+    stacks = [
+        torch.randn(*shape, generator=generator).to(device)
+        for shape in ((2, 4, dim, dim), (2, 4 * dim, dim), (2, dim, 4 * dim))
+    ]
 
     def batched() -> list[Tensor]:
         return [script.newton_schulz(s) for s in stacks]
@@ -344,11 +403,16 @@ def bench_muon(device: torch.device, dim: int, repeats: int = 7) -> dict[str, fl
         return [torch.stack([script.newton_schulz(m) for m in s.flatten(0, -3)]).view_as(s) for s in stacks]
 
     for a, b in zip(batched(), one_by_one()):
-        assert (a.float() - b.float()).abs().max() < 0.05 * b.float().abs().max(), "batched and one by one differ"
+        assert (a.float() - b.float()).abs().max() < 0.05 * b.float().abs().max(), (
+            "batched and one by one differ"
+        )
     times = in_turns(dict(batched=batched, one_by_one=one_by_one), repeats, device)
     times["ratio"] = times["batched"] / times["one_by_one"]
-    print(f"muon: 8 matrices {dim} x {dim}, 4 of {4 * dim} and {dim}: batched {1e3 * times['batched']:.2f} ms, one by one "
-          f"{1e3 * times['one_by_one']:.2f} ms, ratio {times['ratio']:.2f}")
+    print(
+        f"muon: 8 matrices {dim} x {dim}, 4 of {4 * dim} and {dim}: "
+        f"batched {1e3 * times['batched']:.2f} ms, one by one "
+        f"{1e3 * times['one_by_one']:.2f} ms, ratio {times['ratio']:.2f}"
+    )
     return times
 
 
@@ -358,7 +422,9 @@ def bench_snoo(device: torch.device, elements: int, repeats: int = 21) -> dict[s
     start = [torch.randn(elements, generator=generator).to(device, torch.bfloat16) for _ in range(120)]
     move = [torch.randn(elements, generator=generator).to(device, torch.bfloat16) * 0.01 for _ in range(120)]
     sets = {name: [torch.nn.Parameter(p.clone()) for p in start] for name in ("foreach", "loop")}
-    outers = dict(foreach=script.Snoo(sets["foreach"], 0.68, 0.37, 1), loop=PlainSnoo(sets["loop"], 0.68, 0.37, 1))
+    outers = dict(
+        foreach=script.Snoo(sets["foreach"], 0.68, 0.37, 1), loop=PlainSnoo(sets["loop"], 0.68, 0.37, 1)
+    )
     for name, params in sets.items():  # the same to rounding over three steps
         for _ in range(3):
             with torch.no_grad():
@@ -368,13 +434,16 @@ def bench_snoo(device: torch.device, elements: int, repeats: int = 21) -> dict[s
     assert apart < 0.05, f"foreach and loop are {apart} apart"
     times = in_turns({name: outer.step for name, outer in outers.items()}, repeats, device)
     times["ratio"] = times["foreach"] / times["loop"]
-    print(f"snoo: 120 parameters of {elements}: foreach {1e3 * times['foreach']:.3f} ms, loop {1e3 * times['loop']:.3f} ms, ratio "
-          f"{times['ratio']:.2f} (aim 0.6: {'met' if times['ratio'] <= 0.6 else 'MISSED'})")
+    print(
+        f"snoo: 120 parameters of {elements}: foreach {1e3 * times['foreach']:.3f} ms, "
+        f"loop {1e3 * times['loop']:.3f} ms, ratio "
+        f"{times['ratio']:.2f} (aim 0.6: {'met' if times['ratio'] <= 0.6 else 'MISSED'})"
+    )
     return times
 
 
 def bench_reduction(ranks: int = 8, num_layers: int = 16) -> dict[str, tuple[int, int]]:
-    """Collective -> (calls, bytes of its full-size side) of one step of a rank; fake tensors, no memory, no traffic."""
+    """Collective -> (calls, bytes of its full-size side) of one step of a rank; fake tensors, no traffic."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -385,6 +454,7 @@ def bench_reduction(ranks: int = 8, num_layers: int = 16) -> dict[str, tuple[int
             calls, size = counts.get(name, (0, 0))
             counts[name] = calls + 1, size + args[sized].nbytes
             return call(*args, **kwargs)
+
         return wrapped
 
     assert not dist.is_initialized(), "the reduction is counted in one process"
@@ -404,7 +474,10 @@ def bench_reduction(ranks: int = 8, num_layers: int = 16) -> dict[str, tuple[int
 
             training = script.Training(model, forward, adam, muon, None)
             ctx = script.Distributed(0, 0, ranks, torch.device("cpu"))
-            batch = torch.zeros(args.train_seq_len, dtype=torch.int32), torch.zeros(args.train_seq_len, dtype=torch.int64)
+            batch = (
+                torch.zeros(args.train_seq_len, dtype=torch.int32),
+                torch.zeros(args.train_seq_len, dtype=torch.int64),
+            )
             script.train_step(training, batch, 0, args, ctx)
     finally:
         script.reduce_scatter_flat, script.all_gather_flat, dist.all_reduce = kept
@@ -418,7 +491,9 @@ def bench_reduction(ranks: int = 8, num_layers: int = 16) -> dict[str, tuple[int
     return counts
 
 
-def bench_host(shard_tokens: int = 10**8, batch_tokens: int = 524288, ranks: int = 8, steps: int = 150) -> dict[str, float]:
+def bench_host(
+    shard_tokens: int = 10**8, batch_tokens: int = 524288, ranks: int = 8, steps: int = 150
+) -> dict[str, float]:
     """Seconds of host time a step: the loader's next batch and the log's line."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bench_0.bin"
@@ -438,16 +513,26 @@ def bench_host(shard_tokens: int = 10**8, batch_tokens: int = 524288, ranks: int
         log.close()
     assert batch[0].numel() == batch_tokens // ranks
     both = [a + b for a, b in zip(loads, logs)]
-    result = dict(load=statistics.median(loads), log=statistics.median(logs), median=statistics.median(both), worst=max(both))
-    print(f"host: {shard_tokens:.0e} tokens a shard, {batch_tokens} a batch, rank 3 of {ranks}: loader {1e3 * result['load']:.3f} ms, log "
-          f"{1e3 * result['log']:.3f} ms a step; both {1e3 * result['median']:.3f} ms, at worst {1e3 * result['worst']:.3f} ms "
-          f"(aim 0.5: {'met' if result['median'] < 5e-4 else 'MISSED'})")
+    result = dict(
+        load=statistics.median(loads),
+        log=statistics.median(logs),
+        median=statistics.median(both),
+        worst=max(both),
+    )
+    print(
+        f"host: {shard_tokens:.0e} tokens a shard, {batch_tokens} a batch, rank 3 of {ranks}: "
+        f"loader {1e3 * result['load']:.3f} ms, log {1e3 * result['log']:.3f} ms a step; "
+        f"both {1e3 * result['median']:.3f} ms, at worst {1e3 * result['worst']:.3f} ms "
+        f"(aim 0.5: {'met' if result['median'] < 5e-4 else 'MISSED'})"
+    )
     return result
 
 
 def main(argv: list[str]) -> None:
     parts = ("step", "muon", "snoo", "reduction", "host")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(parts)} (default: all)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (default %(default)s)")
     parser.add_argument("--cpu", action="store_true", help="although a GPU is there")
@@ -458,9 +543,19 @@ def main(argv: list[str]) -> None:
     rank, local_rank, ranks = script.environment_ranks()
     if ranks > 1 and wanted != ["step"]:
         parser.error("several ranks run the part `step` alone")
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() and not options.cpu else torch.device("cpu")
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}, "
-          f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}" if rank == 0 else "", flush=True)
+    device = (
+        torch.device("cuda", local_rank)
+        if torch.cuda.is_available() and not options.cpu
+        else torch.device("cpu")
+    )
+    print(
+        f"torch {torch.__version__}, "
+        f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}, "
+        f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
+        if rank == 0
+        else "",
+        flush=True,
+    )
     if "step" in wanted:
         if ranks > 1:
             ctx = script.start_distributed(step_sizes(device, ranks), rank, local_rank, ranks)

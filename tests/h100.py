@@ -1,32 +1,38 @@
 """Before you rent: compile the training step for an NVIDIA H100 on a machine that has no GPU.
 
-    python tests/h100.py                                  # the training graph of ../train_gpt_medium.py, as edited
-    python tests/h100.py --eval --seq 262144              # the validation graph
-    python tests/h100.py --set backout=true smear=true    # keyword arguments of GPT
-    python tests/h100.py --set head_chunks=8 --top 20     # and the 20 kernels that move the most bytes
-    python tests/h100.py --setup                          # only make the environment
+    python tests/h100.py                                # the training graph of train_gpt_medium.py, as edited
+    python tests/h100.py --eval --seq 262144            # the validation graph
+    python tests/h100.py --set backout=true smear=true  # keyword arguments of GPT
+    python tests/h100.py --set head_chunks=8 --top 20   # and the 20 kernels that move the most bytes
+    python tests/h100.py --setup                        # only make the environment
 
-Dynamo, AOTAutograd, Inductor, Triton and ptxas run for real; only the launches are left out. All tensors are fake CUDA
-tensors: they have a shape, a dtype and a device, and no memory. What is wrong with a script is found here at no cost: code
-that does not compile, a graph break, two devices in one operation, a kernel that does not build for sm_90. Each is printed
-with the script's line at fault. What is right is counted and set beside the figures of tests/h100_figures.json: exit code
-1 on any failure, and when the script moves more bytes or builds more kernels than the figure committed for the variant.
+Dynamo, AOTAutograd, Inductor, Triton and ptxas run for real; only the launches are left out. All tensors are
+fake CUDA tensors: they have a shape, a dtype and a device, and no memory. What is wrong with a script is
+found here at no cost: code that does not compile, a graph break, two devices in one operation, a kernel that
+does not build for sm_90. Each is printed with the script's line at fault. What is right is counted and set
+beside the figures of tests/h100_figures.json: exit code 1 on any failure, and when the script moves more
+bytes or builds more kernels than the figure committed for the variant; 2 when nothing was compiled.
 
 The counts, none of which is a measurement:
     kernels   Triton kernels built (cuBLAS products are not among them)
-    GB        bytes that the compiled kernels read and write, Inductor's own count; of a hand-written kernel, its arguments
-    est ms    Inductor's roofline on these bytes and FLOPs: a sum over kernels of the slower of the two, at 3.35 TB/s and 989 TFLOP/s
-    TFLOP     2 m n k over the matrix products of the graph; attention is not among them (see tests/bench.py for it)
-    peak MiB  the largest sum of live storages, each rounded up to the 512 bytes of torch's allocator, while the compiled
-              step runs on the fake tensors: parameters, gradients, activations and temporaries, as the compiled code
-              allocates and frees them. "graph": forward and backward alone. "step": the script's own train_step, as rank 0 of --ranks,
-              two steps, so that all optimizer state exists; plain eager parts (AdamW, Snoo) count their temporaries.
-              Not counted: cuBLAS workspaces, NCCL buffers, the CUDA context, fragmentation.
+    GB        bytes that the compiled kernels read and write, Inductor's own count; of a hand-written kernel,
+              its arguments
+    est ms    Inductor's roofline: the slower of bytes at 3.35 TB/s and FLOPs at 989 TFLOP/s, summed over
+              kernels
+    TFLOP     2 m n k over the graph's matrix products; without attention (tests/bench.py has it) and what a
+              hand-written kernel multiplies
+    peak MiB  the largest sum of live storages, each rounded up to the 512 bytes of torch's allocator, while
+              the compiled code runs on the fake tensors: parameters, gradients, activations and temporaries,
+              as the code allocates and frees them. "graph": forward and backward alone. "step": two of the
+              script's own training steps, as rank 0 of --ranks, so that all optimizer state exists; eager
+              parts (AdamW, Snoo) count their temporaries. Not counted: cuBLAS workspaces, NCCL buffers, the
+              CUDA context, fragmentation.
 
-The first use makes an environment of its own in .h100/ (about 6 GB and some minutes: a CUDA build of torch, which needs no
-GPU to be installed). --python or H100_PYTHON names another interpreter that has one. A compile takes 2 to 5 minutes of one
-core and 3 GB of memory; gcc and g++ must be there.
+The first use makes an environment of its own in .h100/ (about 6 GB and some minutes: a CUDA build of torch,
+which needs no GPU to be installed). --python or H100_PYTHON names another interpreter that has one. A compile
+takes 2 to 5 minutes of one core and 3 GB of memory; gcc and g++ must be there.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -59,23 +65,41 @@ CEILINGS = {"gb": 1.001, "kernels": 1.0}  # a variant may exceed its committed f
 class UserError(Exception):
     """Said in one message, exit code 2: nothing was compiled."""
 
-# ---------------------------------------------------------------------------------------------------------------------
+
+# -----------------------------------------------------------------------------------------------------------
 # Outside: options, the environment, the comparison. Needs nothing but Python.
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
     description, _, rest = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(description=description, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--script", type=Path, default=ROOT / "train_gpt_medium.py", help="another file that offers GPT")
+    parser = argparse.ArgumentParser(
+        description=description, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--script", type=Path, default=ROOT / "train_gpt_medium.py", help="another file that offers GPT"
+    )
     parser.add_argument("--seq", type=int, default=65536, help="tokens a sequence (default %(default)s)")
     parser.add_argument("--eval", action="store_true", help="the validation graph: no gradients")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="keyword arguments of GPT")
-    parser.add_argument("--top", type=int, default=0, metavar="N", help="list the N kernels that move the most bytes")
-    parser.add_argument("--quick", action="store_true", help="count only: no kernel is built by Triton and ptxas")
-    parser.add_argument("--ranks", type=int, default=8, help="world size of the step whose memory is counted (default %(default)s)")
+    parser.add_argument(
+        "--top", type=int, default=0, metavar="N", help="list the N kernels that move the most bytes"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="count only: no kernel is built by Triton and ptxas"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=8,
+        help="world size of the step whose memory is counted (default %(default)s)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--setup", action="store_true", help="make the environment, compile nothing")
-    parser.add_argument("--python", default=os.environ.get("H100_PYTHON", ""), help="an interpreter with a CUDA build of torch")
+    parser.add_argument(
+        "--python",
+        default=os.environ.get("H100_PYTHON", ""),
+        help="an interpreter with a CUDA build of torch",
+    )
     for name, value in dict(vocab_size=50257, num_layers=16, num_heads=8, model_dim=1024).items():
         parser.add_argument("--" + name, type=int, default=value, help="of GPT (default %(default)s)")
     options = parser.parse_args(argv)
@@ -100,15 +124,23 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 def variant_name(options: argparse.Namespace) -> str:
     """The key of a variant's figures: what differs from the training graph of the default recipe."""
     default = parse_options([])
-    sizes = [f"{n}={getattr(options, n)}" for n in ("vocab_size", "num_layers", "num_heads", "model_dim")
-             if getattr(options, n) != getattr(default, n)]
-    words = ["evaluation" if options.eval else "training", str(options.seq),
-             *sizes, *(f"{k}={json.dumps(v)}" for k, v in sorted(options.extra.items()))]
+    sizes = [
+        f"{n}={getattr(options, n)}"
+        for n in ("vocab_size", "num_layers", "num_heads", "model_dim")
+        if getattr(options, n) != getattr(default, n)
+    ]
+    words = [
+        "evaluation" if options.eval else "training",
+        str(options.seq),
+        *sizes,
+        *(f"{k}={json.dumps(v)}" for k, v in sorted(options.extra.items())),
+    ]
     return " ".join(words)
 
 
 def find_interpreter(chosen: str) -> str:
-    """An interpreter that has a CUDA build of torch; where none is named, the one in .h100/, made if it is missing."""
+    """An interpreter that has a CUDA build of torch: the named one, or that of .h100/, made if it is
+    missing."""
     if chosen:
         path = shutil.which(os.path.expanduser(chosen))
         if path is None:
@@ -117,20 +149,38 @@ def find_interpreter(chosen: str) -> str:
         return path
     path = str(ENVIRONMENT / "bin" / "python")
     if not os.path.exists(path):
-        print(f"Making {ENVIRONMENT}: torch {TORCH} for CUDA, about 6 GB, some minutes, once. "
-              "--python names an interpreter that has one.", flush=True)
+        print(
+            f"Making {ENVIRONMENT}: torch {TORCH} for CUDA, about 6 GB, some minutes, once. "
+            "--python names an interpreter that has one.",
+            flush=True,
+        )
         free = shutil.disk_usage(ROOT).free
         if free < 12e9:
-            raise UserError(f"{ENVIRONMENT}: needs about 12 GB while it is made, {free / 1e9:.1f} GB are free")
+            raise UserError(
+                f"{ENVIRONMENT}: needs about 12 GB while it is made, {free / 1e9:.1f} GB are free"
+            )
         aside = ENVIRONMENT.with_name(f".h100.{os.getpid()}.tmp")  # whole, or not there
         try:
             subprocess.run([sys.executable, "-m", "venv", str(aside)], check=True)
             (aside / ".gitignore").write_text("*\n")
-            subprocess.run([str(aside / "bin" / "python"), "-m", "pip", "install", "--quiet", f"torch=={TORCH}", "numpy"], check=True)
+            subprocess.run(
+                [
+                    str(aside / "bin" / "python"),
+                    "-m",
+                    "pip",
+                    "install",
+                    "--quiet",
+                    f"torch=={TORCH}",
+                    "numpy",
+                ],
+                check=True,
+            )
             check_interpreter(str(aside / "bin" / "python"))
             os.replace(aside, ENVIRONMENT)
         except subprocess.CalledProcessError as e:
-            raise UserError(f"the environment could not be made: {' '.join(map(str, e.cmd))} failed") from None
+            raise UserError(
+                f"the environment could not be made: {' '.join(map(str, e.cmd))} failed"
+            ) from None
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     check_interpreter(path)
@@ -141,23 +191,39 @@ def check_interpreter(path: str) -> None:
     code = "import numpy, torch; print(torch.version.cuda); torch.version.cuda and __import__('triton')"
     found = subprocess.run([path, "-c", code], capture_output=True, text=True)
     if found.returncode != 0:
-        raise UserError(f"{path}: torch, triton or numpy is missing there ({found.stderr.strip().splitlines()[-1]})")
+        raise UserError(
+            f"{path}: torch, triton or numpy is missing there ({found.stderr.strip().splitlines()[-1]})"
+        )
     if found.stdout.strip() == "None":
-        raise UserError(f"{path}: its torch is a CPU build; a CUDA build is needed (pip install torch=={TORCH})")
+        raise UserError(
+            f"{path}: its torch is a CPU build; a CUDA build is needed (pip install torch=={TORCH})"
+        )
 
 
 def compare(report: dict[str, typing.Any], figures: dict[str, typing.Any]) -> tuple[list[str], list[str]]:
-    """(lines of the table, what is wrong). A variant without committed figures is compared with nothing and said so."""
+    """(lines of the table, what is wrong). A variant without committed figures is compared with nothing."""
     ours, published = (figures[who].get(report["variant"], {}) for who in ("ours", "published"))
-    rows = [("graphs", "graphs"), ("kernels built", "kernels"), ("GB moved", "gb"), ("estimated ms", "est_ms"),
-            ("TFLOP of matrix products", "tflop"), ("peak MiB, graph", "graph_mib"), ("peak MiB, step", "step_mib")]
+    rows = [
+        ("graphs", "graphs"),
+        ("kernels built", "kernels"),
+        ("GB moved", "gb"),
+        ("estimated ms", "est_ms"),
+        ("TFLOP of matrix products", "tflop"),
+        ("peak MiB, graph", "graph_mib"),
+        ("peak MiB, step", "step_mib"),
+    ]
 
     def cell(value: typing.Any) -> str:
         return "-" if value is None else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
 
-    lines = [f"{report['variant']}: {report['script']}, torch {report['torch']}, {report['seconds']} s of compiling",
-             f"{'':26}{'now':>12}{'committed':>12}{'published':>12}"]
-    lines += [f"{title:26}{cell(report[key]):>12}{cell(ours.get(key)):>12}{cell(published.get(key)):>12}" for title, key in rows]
+    lines = [
+        f"{report['variant']}: {report['script']}, torch {report['torch']}, {report['seconds']} s to compile",
+        f"{'':26}{'now':>12}{'committed':>12}{'published':>12}",
+    ]
+    lines += [
+        f"{title:26}{cell(report[key]):>12}{cell(ours.get(key)):>12}{cell(published.get(key)):>12}"
+        for title, key in rows
+    ]
     if not ours:
         lines.append(f"no figures are committed for this variant; there are: {', '.join(figures['ours'])}")
     wrong = [report["error"]] if report["error"] else []
@@ -183,13 +249,22 @@ def main(argv: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="h100_") as name:
             folder = Path(name)
             build_pretence(folder)
-            env = {**os.environ, "H100_INSIDE": name, "LD_PRELOAD": str(folder / "shim.so"),
-                   "LD_LIBRARY_PATH": f"{name}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-                   "TORCHINDUCTOR_CACHE_DIR": f"{name}/inductor", "TRITON_CACHE_DIR": f"{name}/triton"}
-            print(f"compiling {options.script} for sm_90: {variant_name(options)} (2 to 5 minutes)", flush=True)
+            env = {
+                **os.environ,
+                "H100_INSIDE": name,
+                "LD_PRELOAD": str(folder / "shim.so"),
+                "LD_LIBRARY_PATH": f"{name}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+                "TORCHINDUCTOR_CACHE_DIR": f"{name}/inductor",
+                "TRITON_CACHE_DIR": f"{name}/triton",
+            }
+            print(
+                f"compiling {options.script} for sm_90: {variant_name(options)} (2 to 5 minutes)", flush=True
+            )
             ended = subprocess.run([interpreter, str(Path(__file__).resolve()), *argv], env=env)
             if not (folder / "report.json").exists():
-                raise UserError(f"the compiling process ended with {ended.returncode} and no report (its output is above)")
+                raise UserError(
+                    f"the compiling process ended with {ended.returncode} and no report (its output is above)"
+                )
             report = json.loads((folder / "report.json").read_text())
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -208,9 +283,10 @@ def main(argv: list[str]) -> int:
         print("ok")
     return 1 if wrong else 0
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The pretended device. Two small libraries stand in for the driver and for the runtime calls that torch makes in C++
-# where no kernel is launched; the rest is asked in Python and patched there.
+
+# -----------------------------------------------------------------------------------------------------------
+# The pretended device. Two small libraries stand in for the driver and for the runtime calls that torch
+# makes in C++ where no kernel is launched; the rest is asked in Python and patched there.
 
 RUNTIME = r"""
 extern "C" {
@@ -251,6 +327,7 @@ int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) { *flag
 @dataclasses.dataclass
 class Card:
     """What Inductor and Triton ask of a device: an H100 SXM5 with 80 GB."""
+
     name: str = "NVIDIA H100 80GB HBM3"
     type: str = "cuda"
     index: int = 0
@@ -275,25 +352,38 @@ TFLOPS, GBPS = 989.4, 3352.0  # dense bf16; HBM3
 
 
 def build_pretence(folder: Path) -> None:
-    for compiler, source, text, library in (("g++", "runtime.cpp", RUNTIME, "shim.so"), ("gcc", "driver.c", DRIVER, "libcuda.so.1")):
+    for compiler, source, text, library in (
+        ("g++", "runtime.cpp", RUNTIME, "shim.so"),
+        ("gcc", "driver.c", DRIVER, "libcuda.so.1"),
+    ):
         if shutil.which(compiler) is None:
-            raise UserError(f"{compiler} is missing; it builds the stand-in for the CUDA driver, and Triton needs it")
+            raise UserError(
+                f"{compiler} is missing; it builds the stand-in for the CUDA driver, and Triton needs it"
+            )
         (folder / source).write_text(text)
-        built = subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(folder / library), str(folder / source)],
-                               capture_output=True, text=True)
+        built = subprocess.run(
+            [compiler, "-shared", "-fPIC", "-O1", "-o", str(folder / library), str(folder / source)],
+            capture_output=True,
+            text=True,
+        )
         if built.returncode != 0:
-            raise UserError(f"{compiler} failed on the stand-in for the CUDA driver: {built.stderr.strip()[:300]}")
+            raise UserError(
+                f"{compiler} failed on the stand-in for the CUDA driver: {built.stderr.strip()[:300]}"
+            )
 
 
 @dataclasses.dataclass
 class Compiled:
     """What the compiler did: kernels in the order they were built, sums over all graphs."""
+
     kernels: list[str] = dataclasses.field(default_factory=list)
     graphs: int = 0
     bytes: int = 0
     est_ms: float = 0.0
     flops: int = 0
-    nodes: list[tuple[float, float, str]] = dataclasses.field(default_factory=list)  # GB, estimated ms, description
+    nodes: list[tuple[float, float, str]] = dataclasses.field(
+        default_factory=list
+    )  # GB, estimated ms, description
     origins: dict[str, str] = dataclasses.field(default_factory=dict)  # kernel -> operations; lines
     failed: list[str] = dataclasses.field(default_factory=list)  # kernels whose build failed
     lowering: str = ""  # the operation that Inductor is working on
@@ -303,7 +393,9 @@ def script_lines(nodes: typing.Iterable[typing.Any], script: Path) -> list[int]:
     """The script's lines that FX nodes came from, innermost frame each."""
     lines = set()
     for node in nodes:
-        frames = re.findall(rf'File "[^"]*{re.escape(script.name)}", line (\d+)', node.meta.get("stack_trace") or "")
+        frames = re.findall(
+            rf'File "[^"]*{re.escape(script.name)}", line (\d+)', node.meta.get("stack_trace") or ""
+        )
         if frames:
             lines.add(int(frames[-1]))
     return sorted(lines)
@@ -311,7 +403,12 @@ def script_lines(nodes: typing.Iterable[typing.Any], script: Path) -> list[int]:
 
 def describe(scheduler_nodes: typing.Iterable[typing.Any], script: Path) -> str:
     """The operations of a kernel and the lines they came from."""
-    origins = [o for n in scheduler_nodes if getattr(n, "node", None) is not None for o in (getattr(n.node, "origins", None) or ())]
+    origins = [
+        o
+        for n in scheduler_nodes
+        if getattr(n, "node", None) is not None
+        for o in (getattr(n.node, "origins", None) or ())
+    ]
     names = dict.fromkeys(re.sub(r"^aten\.|\.default$|\.Tensor$", "", str(o.target)) for o in origins)
     lines = ", ".join(map(str, script_lines(origins, script)))
     return f"{', '.join(names)}"[:140] + (f"; line {lines}" if lines else "")
@@ -347,8 +444,12 @@ def pretend(compiled: Compiled, script: Path, quick: bool) -> contextlib.ExitSta
         class utils:
             @staticmethod
             def get_device_properties(device: int) -> dict[str, int]:
-                return dict(max_shared_mem=card.shared_memory_per_block_optin, multiprocessor_count=card.multi_processor_count,
-                            warpSize=card.warp_size, max_num_regs=card.regs_per_multiprocessor)
+                return dict(
+                    max_shared_mem=card.shared_memory_per_block_optin,
+                    multiprocessor_count=card.multi_processor_count,
+                    warpSize=card.warp_size,
+                    max_num_regs=card.regs_per_multiprocessor,
+                )
 
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", card.cc, card.warp_size)
@@ -381,16 +482,44 @@ def pretend(compiled: Compiled, script: Path, quick: bool) -> contextlib.ExitSta
         return torch.zeros(16, dtype=torch.uint8)
 
     # what is asked about the device
-    patch(torch.cuda, is_available=answer(True), is_initialized=answer(True), _is_in_bad_fork=answer(False), current_device=answer(0),
-          device_count=answer(1), get_device_properties=answer(card), get_device_capability=answer((9, 0)), get_device_name=answer(card.name),
-          _lazy_init=answer(None), synchronize=answer(None), set_device=answer(None), is_current_stream_capturing=answer(False),
-          get_rng_state=rng_state, set_rng_state=answer(None), _exchange_device=answer(0), _maybe_exchange_device=answer(0))
+    patch(
+        torch.cuda,
+        is_available=answer(True),
+        is_initialized=answer(True),
+        _is_in_bad_fork=answer(False),
+        current_device=answer(0),
+        device_count=answer(1),
+        get_device_properties=answer(card),
+        get_device_capability=answer((9, 0)),
+        get_device_name=answer(card.name),
+        _lazy_init=answer(None),
+        synchronize=answer(None),
+        set_device=answer(None),
+        is_current_stream_capturing=answer(False),
+        get_rng_state=rng_state,
+        set_rng_state=answer(None),
+        _exchange_device=answer(0),
+        _maybe_exchange_device=answer(0),
+    )
     patch(torch.cuda.random, _lazy_init=answer(None), get_rng_state=rng_state, set_rng_state=answer(None))
-    static = {name: staticmethod(answer(value)) for name, value in dict(
-        is_available=True, get_device_properties=card, current_device=0, get_compute_capability=90, device_count=1, synchronize=None,
-        raise_if_triton_unavailable=None, is_triton_capable=True).items()}
+    static = {
+        name: staticmethod(answer(value))
+        for name, value in dict(
+            is_available=True,
+            get_device_properties=card,
+            current_device=0,
+            get_compute_capability=90,
+            device_count=1,
+            synchronize=None,
+            raise_if_triton_unavailable=None,
+            is_triton_capable=True,
+        ).items()
+    }
     patch(interfaces.CudaInterface, **static)
-    patch(interfaces.CudaInterface.Worker, **{name: static[name] for name in ("get_device_properties", "current_device")})
+    patch(
+        interfaces.CudaInterface.Worker,
+        **{name: static[name] for name in ("get_device_properties", "current_device")},
+    )
     patch(torch._subclasses.fake_tensor, init_gpu_context=answer(None))
     patch(torch._inductor.fx_passes.fuse_attention, _sfdp_init=answer(None))
     patch(torch._inductor.runtime.triton_helpers, set_driver_to_gpu=answer(None))
@@ -405,7 +534,9 @@ def pretend(compiled: Compiled, script: Path, quick: bool) -> contextlib.ExitSta
     node_class = scheduler.BaseSchedulerNode
     source = textwrap.dedent(inspect.getsource(node_class.get_read_write_buffer_accesses))
     assert "int(1e9)" in source, "Inductor no longer cuts a buffer at 1e9 elements: drop this patch"
-    scope = dict(vars(scheduler))  # Inductor counts at most 1e9 elements of a buffer, and the logits have 3.3e9
+    scope = dict(
+        vars(scheduler)
+    )  # Inductor counts at most 1e9 elements of a buffer, and the logits have 3.3e9
     exec("from __future__ import annotations\n" + source.replace("int(1e9)", "int(1e15)"), scope)
     patch(node_class, get_read_write_buffer_accesses=scope["get_read_write_buffer_accesses"])
 
@@ -419,9 +550,15 @@ def pretend(compiled: Compiled, script: Path, quick: bool) -> contextlib.ExitSta
         compiled.est_ms += sum(ms for _, ms in runtimes)
         for (node, words), (_, ms) in zip(sizes, runtimes, strict=True):
             kind = "extern" if node.is_extern() else "template" if node.is_template() else "fused"
-            compiled.nodes.append((round(words * 4 / 1e9, 3), round(ms, 3), f"{kind}: {describe(node.get_nodes(), script)}"))
+            compiled.nodes.append(
+                (round(words * 4 / 1e9, 3), round(ms, 3), f"{kind}: {describe(node.get_nodes(), script)}")
+            )
         for node in self.module.graph.nodes:
-            if node.op == "call_function" and str(node.target) in ("aten.mm.default", "aten.addmm.default", "aten.bmm.default"):
+            if node.op == "call_function" and str(node.target) in (
+                "aten.mm.default",
+                "aten.addmm.default",
+                "aten.bmm.default",
+            ):
                 left = node.args[1 if "addmm" in str(node.target) else 0].meta["val"]
                 compiled.flops += 2 * node.meta["val"].numel() * left.shape[-1]
         return module
@@ -456,12 +593,18 @@ def pretend(compiled: Compiled, script: Path, quick: bool) -> contextlib.ExitSta
 
     # what the compiled code calls: storages are fake ones, so that it runs through without a device
     guards = torch._C._dynamo.guards
-    patch(guards, _empty_strided_cuda=lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"),
-          _reinterpret_tensor=torch.as_strided)
+    patch(
+        guards,
+        _empty_strided_cuda=lambda size, stride, dtype: torch.empty_strided(
+            size, stride, dtype=dtype, device="cuda"
+        ),
+        _reinterpret_tensor=torch.as_strided,
+    )
     patch(torch._C, _cuda_getCurrentRawStream=answer(0))
     return stack
 
-# ---------------------------------------------------------------------------------------------------------------------
+
+# -----------------------------------------------------------------------------------------------------------
 # Inside: compile, run on fake tensors, count.
 
 
@@ -479,9 +622,13 @@ def live_bytes_mode(device_type: str = "cuda") -> typing.Any:
 
         @classmethod
         def ignore_compile_internals(cls) -> bool:
-            return True  # else torch.compile would hand over to eager mode; what it compiled is seen as it runs
+            return (
+                True  # else torch.compile would hand over to eager mode; what it compiled is seen as it runs
+            )
 
-        def __torch_dispatch__(self, func: typing.Any, types: typing.Any, args: typing.Any = (), kwargs: typing.Any = None) -> typing.Any:
+        def __torch_dispatch__(
+            self, func: typing.Any, types: typing.Any, args: typing.Any = (), kwargs: typing.Any = None
+        ) -> typing.Any:
             result = func(*args, **(kwargs or {}))
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor) and leaf.device.type == device_type:
@@ -504,8 +651,10 @@ def live_bytes_mode(device_type: str = "cuda") -> typing.Any:
 
 
 def on_card(model: typing.Any) -> typing.Any:
-    """Put a fake CUDA tensor in the place of each parameter and buffer: Module.to cannot change a fake tensor's device."""
+    """Put a fake CUDA tensor in the place of each parameter and buffer: Module.to cannot do it for fake
+    ones."""
     import torch
+
     for module in model.modules():
         for kind in (module._parameters, module._buffers):
             for name, old in kind.items():
@@ -513,7 +662,9 @@ def on_card(model: typing.Any) -> typing.Any:
                     new = torch.empty_like(old, device="cuda")
                     if isinstance(old, torch.nn.Parameter):
                         new = torch.nn.Parameter(new, old.requires_grad)
-                    new.__dict__.update({k: v for k, v in vars(old).items() if k not in vars(new)})  # what a script hangs on it
+                    new.__dict__.update(
+                        {k: v for k, v in vars(old).items() if k not in vars(new)}
+                    )  # what a script hangs on it
                     kind[name] = new
     return model
 
@@ -522,19 +673,27 @@ def blame(error: BaseException, compiled: Compiled, script: Path) -> str:
     """One message: what failed, and the script's line at fault."""
     text = f"{type(error).__name__}: {str(error).strip()}"
     in_text = re.findall(rf'File "[^"]*{re.escape(script.name)}", line (\d+)', text)
-    frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == script.name]
+    frames = [
+        f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == script.name
+    ]
     short = "\n    ".join(line for line in text.splitlines() if line.strip())[:1500]
     if compiled.failed:
         name = compiled.failed[-1]
         return f"kernel {name} does not build ({compiled.origins.get(name, 'origin unknown')}): {short}"
     line = in_text[-1] if in_text else frames[-1] if frames else ""
-    where = f"{script.name}, line {line}" if line else f"in {compiled.lowering}" if compiled.lowering else "no line known"
+    where = (
+        f"{script.name}, line {line}"
+        if line
+        else f"in {compiled.lowering}"
+        if compiled.lowering
+        else "no line known"
+    )
     kind = "graph break" if "Unsupported" in type(error).__name__ else "failure"
     return f"{kind} at {where}: {short}"
 
 
 def measure(options: argparse.Namespace, folder: Path) -> typing.NoReturn:
-    """Compile and count; write folder/report.json and end the process: the pretended device cannot be torn down."""
+    """Compile and count; write folder/report.json and end the process: the device cannot be torn down."""
     import torch
     from torch._inductor.compile_fx import compile_fx
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -544,25 +703,47 @@ def measure(options: argparse.Namespace, folder: Path) -> typing.NoReturn:
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script  # dataclasses look their module up
     compiled, error, start = Compiled(), None, time.time()
-    report = dict(variant=variant_name(options), script=options.script.name, torch=torch.__version__, error=None, graph_mib=None,
-                  step_mib=None)
+    report = dict(
+        variant=variant_name(options),
+        script=options.script.name,
+        torch=torch.__version__,
+        error=None,
+        graph_mib=None,
+        step_mib=None,
+    )
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> typing.Any:
         compiled.graphs += 1
         return compile_fx(graph, inputs)
 
     def note() -> None:
-        report.update(graphs=compiled.graphs, kernels=len(compiled.kernels), gb=round(compiled.bytes / 1e9, 2),
-                      est_ms=round(compiled.est_ms, 2), tflop=round(compiled.flops / 1e12, 2), seconds=round(time.time() - start),
-                      top=sorted(compiled.nodes, reverse=True)[:options.top])
+        report.update(
+            graphs=compiled.graphs,
+            kernels=len(compiled.kernels),
+            gb=round(compiled.bytes / 1e9, 2),
+            est_ms=round(compiled.est_ms, 2),
+            tflop=round(compiled.flops / 1e12, 2),
+            seconds=round(time.time() - start),
+            top=sorted(compiled.nodes, reverse=True)[: options.top],
+        )
 
     try:
         spec.loader.exec_module(script)
         with pretend(compiled, options.script, options.quick), FakeTensorMode(allow_non_fake_inputs=True):
-            model = script.GPT(options.vocab_size, options.num_layers, options.num_heads, options.model_dim, options.seq, **options.extra)
+            model = script.GPT(
+                options.vocab_size,
+                options.num_layers,
+                options.num_heads,
+                options.model_dim,
+                options.seq,
+                **options.extra,
+            )
             model = on_card(model).train(not options.eval)
             with torch.device("cuda"):
-                batch = torch.empty(options.seq, dtype=torch.int32), torch.empty(options.seq, dtype=torch.int64)
+                batch = (
+                    torch.empty(options.seq, dtype=torch.int32),
+                    torch.empty(options.seq, dtype=torch.int64),
+                )
                 window = torch.empty((), dtype=torch.int32)
             forward = torch.compile(model, dynamic=False, fullgraph=True, backend=backend)
             with torch.set_grad_enabled(not options.eval):
@@ -592,9 +773,15 @@ def measure(options: argparse.Namespace, folder: Path) -> typing.NoReturn:
     os._exit(0 if error is None else 1)
 
 
-def step_memory(script: typing.Any, model: typing.Any, forward: typing.Any, batch: typing.Any, options: argparse.Namespace,
-                live: typing.Any) -> int:
-    """Peak MiB of the script's own training step on rank 0 of `ranks`, Muon compiled, collectives that move nothing."""
+def step_memory(
+    script: typing.Any,
+    model: typing.Any,
+    forward: typing.Any,
+    batch: typing.Any,
+    options: argparse.Namespace,
+    live: typing.Any,
+) -> int:
+    """Peak MiB of the script's own training step on rank 0 of `ranks`; its collectives move nothing."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore

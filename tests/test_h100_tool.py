@@ -1,7 +1,9 @@
-"""tests/h100.py without a CUDA build of torch: options, environment, comparison, blame, byte counts, one graph.
+"""tests/h100.py without a CUDA build of torch: options, environment, comparison, blame, byte counts, one
+graph.
 
 What needs the CUDA build is the tool itself: `python tests/h100.py` (README, "before you rent").
 """
+
 from __future__ import annotations
 
 import importlib.util
@@ -15,24 +17,29 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import h100  # noqa: E402
+import h100
 
 sys.path.insert(0, str(h100.ROOT))
-import train_gpt_medium as script  # noqa: E402
+import train_gpt_medium as script
 
 FIGURES = json.loads(h100.FIGURES.read_text())
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--seq", "100"], "--seq 100: must be a positive multiple of 128"),
-    (["--seq", "0"], "--seq 0: must be a positive multiple of 128"),
-    (["--ranks", "0"], "--ranks 0: must be at least 1"),
-    (["--script", "absent.py"], "--script absent.py: there is no such file"),
-    (["--set", "backout"], "--set backout: is written NAME=VALUE"),
-    (["--set", "a-b=1"], "--set a-b=1: is written NAME=VALUE"),
-    (["--set", "backout=yes"], "--set backout=yes: the value must be a number, true or false"),
-])
-def test_a_bad_option_is_one_message_and_exit_code_2(words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--seq", "100"], "--seq 100: must be a positive multiple of 128"),
+        (["--seq", "0"], "--seq 0: must be a positive multiple of 128"),
+        (["--ranks", "0"], "--ranks 0: must be at least 1"),
+        (["--script", "absent.py"], "--script absent.py: there is no such file"),
+        (["--set", "backout"], "--set backout: is written NAME=VALUE"),
+        (["--set", "a-b=1"], "--set a-b=1: is written NAME=VALUE"),
+        (["--set", "backout=yes"], "--set backout=yes: the value must be a number, true or false"),
+    ],
+)
+def test_a_bad_option_is_one_message_and_exit_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
     assert h100.main(words) == 2
     said = capsys.readouterr()
     assert said.err == f"error: {message}\n" and said.out == ""
@@ -44,7 +51,11 @@ def test_variants_are_named_by_what_differs() -> None:
 
     assert name() == name("--top", "3", "--quick") == "training 65536"
     assert name("--eval", "--seq", "262144") == "evaluation 262144"
-    assert name("--set", "smear=true", "backout=true") == name("--set", "backout=true", "smear=true") == "training 65536 backout=true smear=true"
+    assert (
+        name("--set", "smear=true", "backout=true")
+        == name("--set", "backout=true", "smear=true")
+        == "training 65536 backout=true smear=true"
+    )
     assert name("--num_layers", "12") == "training 65536 num_layers=12"
 
 
@@ -62,6 +73,7 @@ def test_an_interpreter_without_cuda_is_refused() -> None:
 def isolated(base: str) -> Path:
     """An interpreter that finds no installed package."""
     import tempfile
+
     path = Path(tempfile.mkdtemp()) / "python"
     path.write_text(f'#!/bin/sh\nexec "{base}" -I -S "$@"\n')
     path.chmod(0o755)
@@ -69,8 +81,9 @@ def isolated(base: str) -> Path:
 
 
 @pytest.mark.parametrize("pip_works", [True, False])
-def test_the_environment_is_announced_and_made_whole_or_not_at_all(pip_works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                  capsys: pytest.CaptureFixture) -> None:
+def test_the_environment_is_announced_and_made_whole_or_not_at_all(
+    pip_works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     commands = []
 
     def run(command: list[str], **kwargs) -> subprocess.CompletedProcess:
@@ -111,25 +124,43 @@ def test_too_little_disk_is_said_first(tmp_path: Path, monkeypatch: pytest.Monke
 
 def report(**changes) -> dict:
     figures = FIGURES["ours"]["training 65536"]
-    return dict(variant="training 65536", script="train_gpt_medium.py", torch=h100.TORCH, seconds=150, error=None, top=[],
-                **figures) | changes
+    return (
+        dict(
+            variant="training 65536",
+            script="train_gpt_medium.py",
+            torch=h100.TORCH,
+            seconds=150,
+            error=None,
+            top=[],
+            **figures,
+        )
+        | changes
+    )
 
 
 def test_the_committed_figures_pass_and_show_beside_the_published() -> None:
     lines, wrong = h100.compare(report(), FIGURES)
     assert wrong == []
-    row, = [line for line in lines if line.startswith("GB moved")]
-    assert row.split()[2:] == [f"{FIGURES[who]['training 65536']['gb']:.2f}" if who != "now" else f"{report()['gb']:.2f}"
-                               for who in ("now", "ours", "published")]
+    (row,) = [line for line in lines if line.startswith("GB moved")]
+    assert row.split()[2:] == [
+        f"{FIGURES[who]['training 65536']['gb']:.2f}" if who != "now" else f"{report()['gb']:.2f}"
+        for who in ("now", "ours", "published")
+    ]
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(error="graph break at train_gpt_medium.py, line 7: why"), "graph break at train_gpt_medium.py, line 7: why"),
-    (dict(graphs=2), "2 graphs, not one"),
-    (dict(graphs=0), "0 graphs, not one"),
-    (dict(gb=340.0), "340.0 GB moved, more than the"),
-    (dict(kernels=500), "500 kernels, more than the"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            dict(error="graph break at train_gpt_medium.py, line 7: why"),
+            "graph break at train_gpt_medium.py, line 7: why",
+        ),
+        (dict(graphs=2), "2 graphs, not one"),
+        (dict(graphs=0), "0 graphs, not one"),
+        (dict(gb=340.0), "340.0 GB moved, more than the"),
+        (dict(kernels=500), "500 kernels, more than the"),
+    ],
+)
 def test_what_is_worse_fails(changes: dict, message: str) -> None:
     _, wrong = h100.compare(report(**changes), FIGURES)
     assert wrong and message in wrong[0]
@@ -141,7 +172,12 @@ def test_a_variant_without_figures_says_so_and_passes() -> None:
 
 
 def test_the_figures_are_whole_and_no_worse_than_the_published() -> None:
-    assert {"training 65536", "evaluation 262144", "training 65536 backout=true smear=true", "training 65536 head_chunks=8"} <= FIGURES["ours"].keys()
+    assert {
+        "training 65536",
+        "evaluation 262144",
+        "training 65536 backout=true smear=true",
+        "training 65536 head_chunks=8",
+    } <= FIGURES["ours"].keys()
     for variant, ours in FIGURES["ours"].items():
         assert ours["graphs"] == 1, variant
         published = FIGURES["published"].get(variant, {})
@@ -151,7 +187,9 @@ def test_the_figures_are_whole_and_no_worse_than_the_published() -> None:
     assert "modded-nanogpt" in FIGURES["source"]
 
 
-def test_exit_code_and_json_of_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_exit_code_and_json_of_a_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """The outer half with an inner half that only writes its report."""
     found = report(gb=1.5, top=[[1.0, 0.3, "fused: add; line 7"]])
 
@@ -177,7 +215,7 @@ def test_the_stand_in_for_the_driver_builds(tmp_path: Path) -> None:
     assert (tmp_path / "shim.so").stat().st_size > 0 and (tmp_path / "libcuda.so.1").stat().st_size > 0
 
 
-BROKEN = '''
+BROKEN = """
 import torch
 
 def helper(x):
@@ -187,7 +225,7 @@ def helper(x):
 class GPT(torch.nn.Module):
     def forward(self, x):
         return helper(x) * 2
-'''
+"""
 
 
 def test_a_graph_break_is_blamed_on_the_scripts_line(tmp_path: Path) -> None:
@@ -211,10 +249,19 @@ def test_other_failures_are_blamed_too(tmp_path: Path) -> None:
     spec.loader.exec_module(module)
     with pytest.raises(TypeError) as caught:
         module.f()
-    assert h100.blame(caught.value, h100.Compiled(), path) == "failure at edited.py, line 4: TypeError: two devices"
+    assert (
+        h100.blame(caught.value, h100.Compiled(), path)
+        == "failure at edited.py, line 4: TypeError: two devices"
+    )
     kernel = h100.Compiled(failed=["triton_fused_add_0"], origins={"triton_fused_add_0": "add; line 9"})
-    assert h100.blame(ValueError("shared memory"), kernel, path) == "kernel triton_fused_add_0 does not build (add; line 9): ValueError: shared memory"
-    assert h100.blame(ValueError("x"), h100.Compiled(lowering="aten.sort, line 3"), path) == "failure at in aten.sort, line 3: ValueError: x"
+    assert (
+        h100.blame(ValueError("shared memory"), kernel, path)
+        == "kernel triton_fused_add_0 does not build (add; line 9): ValueError: shared memory"
+    )
+    assert (
+        h100.blame(ValueError("x"), h100.Compiled(lowering="aten.sort, line 3"), path)
+        == "failure at in aten.sort, line 3: ValueError: x"
+    )
 
 
 def test_live_bytes_counts_storages_once_and_forgets_them() -> None:
@@ -234,7 +281,9 @@ def test_live_bytes_counts_storages_once_and_forgets_them() -> None:
         assert live.peak == 8192, "what is on another device does not count"
 
 
-@pytest.mark.parametrize("extra, training", [(dict(backout=True, smear=True, head_chunks=2), True), ({}, False)])
+@pytest.mark.parametrize(
+    "extra, training", [(dict(backout=True, smear=True, head_chunks=2), True), ({}, False)]
+)
 def test_the_script_is_one_graph(extra: dict, training: bool) -> None:
     torch._dynamo.reset()
     graphs = []
