@@ -42,6 +42,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt_medium as script
@@ -388,6 +389,20 @@ def bench_step(
     return results
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products, batched ones once: each is a kernel launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: typing.Any, types: typing.Any, args: typing.Any = (), kwargs: typing.Any = None
+    ) -> typing.Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+        return func(*args, **(kwargs or {}))
+
+
 def bench_muon(device: torch.device, dim: int, repeats: int = 7) -> dict[str, float]:
     """A rank's matrices in the record's proportions: 2 stacks of 4 attention matrices, 4 MLP matrices."""
     generator = torch.Generator().manual_seed(0)
@@ -406,18 +421,27 @@ def bench_muon(device: torch.device, dim: int, repeats: int = 7) -> dict[str, fl
         assert (a.float() - b.float()).abs().max() < 0.05 * b.float().abs().max(), (
             "batched and one by one differ"
         )
-    times = in_turns(dict(batched=batched, one_by_one=one_by_one), repeats, device)
-    times["ratio"] = times["batched"] / times["one_by_one"]
+    calls = dict(batched=batched, one_by_one=one_by_one)
+    counts = {}
+    for name, call in calls.items():
+        with Products() as products:
+            call()
+        counts[name] = products.count
+    times = in_turns(calls, repeats, device)
+    times |= dict(
+        ratio=times["batched"] / times["one_by_one"], products=counts["batched"] / counts["one_by_one"]
+    )
     print(
         f"muon: 8 matrices {dim} x {dim}, 4 of {4 * dim} and {dim}: "
         f"batched {1e3 * times['batched']:.2f} ms, one by one "
-        f"{1e3 * times['one_by_one']:.2f} ms, ratio {times['ratio']:.2f}"
+        f"{1e3 * times['one_by_one']:.2f} ms, ratio {times['ratio']:.2f}; "
+        f"{counts['batched']} and {counts['one_by_one']} matrix products"
     )
     return times
 
 
 def bench_snoo(device: torch.device, elements: int, repeats: int = 21) -> dict[str, float]:
-    """An outer step over 120 bf16 parameters, as many as the record's model has to the nearest ten or so."""
+    """An outer step over 120 bf16 parameters."""
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(elements, generator=generator).to(device, torch.bfloat16) for _ in range(120)]
     move = [torch.randn(elements, generator=generator).to(device, torch.bfloat16) * 0.01 for _ in range(120)]
@@ -566,7 +590,8 @@ def main(argv: list[str]) -> None:
             dist.destroy_process_group()
     full = device.type == "cuda"
     if "muon" in wanted:
-        bench_muon(device, 1024 if full else 128)
+        for dim in (1024,) if full else (16, 128):
+            bench_muon(device, dim)
     if "snoo" in wanted:
         for elements in (1000, 2**14, 2**20) if not full else (2**14, 2**20, 2**22):
             bench_snoo(device, elements)
