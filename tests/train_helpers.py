@@ -249,6 +249,11 @@ def finish_ranks(processes: list, limit: float = LIMIT) -> None:
     assert not late, f"ranks {late} ran past {limit:.0f} s"
 
 
+def read_exactly(path: Path) -> str:
+    """A file's text with its carriage returns; "" where there is none."""
+    return path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
+
+
 def fork_ranks(words: Sequence[typing.Any], world: int = 1, limit: float = LIMIT, **how: typing.Any) -> Result:
     """main(words) on `world` ranks. `patch` is Python that each rank runs first (names: t the script, torch, rank)."""
     before, start = existing_logs(words), time.monotonic()
@@ -257,8 +262,7 @@ def fork_ranks(words: Sequence[typing.Any], world: int = 1, limit: float = LIMIT
         try:
             finish_ranks(processes, limit)
         finally:
-            texts = {name: [(Path(folder) / f"{name}.{r}").read_text("utf-8", "replace") if (Path(folder) / f"{name}.{r}").exists()
-                            else "" for r in range(world)] for name in ("stdout", "stderr")}
+            texts = {name: [read_exactly(Path(folder) / f"{name}.{r}") for r in range(world)] for name in ("stdout", "stderr")}
             if any(p.exitcode is None or p.exitcode < 0 for p in processes):
                 print(*texts["stdout"], *texts["stderr"], sep="\n")
     return Result([p.exitcode for p in processes], texts["stdout"], texts["stderr"], time.monotonic() - start,
