@@ -359,7 +359,10 @@ def smoothing_is_on(args: Hyperparameters) -> bool:
 
 def local_path(path: str) -> Path:
     """A user's path: relative ones are relative to this script, not to the working directory."""
-    return ROOT / Path(path).expanduser()
+    try:
+        return ROOT / Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{path}: there is no such home folder") from None
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Distributed set-up, signals and the run log. One rank is world size 1, with no process group.
@@ -742,9 +745,8 @@ def load_shard(path: str | os.PathLike) -> Tensor:
     """Memory-map one shard: a 1-D uint16 tensor of its tokens. Raises UserError (a ValueError) as check_shard
     does."""
     shard = check_shard(path)
-    words = torch.from_file(os.fspath(path), shared=False, size=HEADER_BYTES // 2 + shard.num_tokens,
-                            dtype=torch.uint16)
-    return words[HEADER_BYTES // 2:]
+    # not torch.from_file, which takes only names that are UTF-8; "c", a private map, because torch wants it writable
+    return torch.from_numpy(np.memmap(path, "<u2", "c", HEADER_BYTES, (shard.num_tokens,)))
 
 
 def find_shards(pattern: str) -> list[Shard]:
@@ -932,6 +934,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).to(x.dtype)
 
 
+def mix(*pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """The sum of weight * x over pairs of a 0-d weight and an x (..., dim), in x's dtype.
+
+    Each weight is spread over the rows first. So its gradient is summed within rows and then over them, and the
+    first sum joins the kernel of a norm, which holds the same rows: no pass of its own over x (6.5 GB a step)."""
+    terms = [weight.expand(*x.shape[:-1], 1) * x for weight, x in pairs]
+    return sum(terms[1:], terms[0]).to(pairs[0][1].dtype)
+
+
 def bf16_uniform(*shape: int, std: float) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=torch.bfloat16).uniform_(-math.sqrt(3) * std,
                                                                            math.sqrt(3) * std))
@@ -952,7 +963,7 @@ class Attention(nn.Module):
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = linear(x, self.qkvo_w[:3].flatten(0, 1)).view(shape).split(self.num_heads, dim=2)
         q, k, v = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin), norm(v)
-        v = lambdas[0] * v if value_embed is None else lambdas[0] * v + lambdas[1] * value_embed.view(shape)
+        v = mix((lambdas[0], v), *([] if value_embed is None else [(lambdas[1], value_embed.view(shape))]))
         y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.scale)
         return linear(y.transpose(1, 2).flatten(2), self.qkvo_w[3])
 
@@ -1145,7 +1156,7 @@ class GPT(nn.Module):
         for i in range(n):
             if i in SKIPS:
                 x = x + skip_w[SKIPS[i]] * outs[SKIPS[i]]
-            x = block_l[i, 0] * x + block_l[i, 1] * x00 + block_l[i, 2] * x01
+            x = mix((block_l[i, 0], x), (block_l[i, 1], x00), (block_l[i, 2], x01))
             if i != NO_ATTENTION:
                 value = values[self.value_embed_of[i]] if i in self.value_embed_of else None
                 x = x + self.attentions[str(i)](x, value, attn_l[i], long if i in self.long_layers else short,
@@ -1944,7 +1955,8 @@ def find_checkpoint(args: Hyperparameters) -> Path | None:
 def load_tensors(path: Path) -> dict[str, typing.Any]:
     """A file of a checkpoint: memory-mapped, and only tensors and plain values, never code."""
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # torch maps files only by names that are UTF-8, which a C locale's may not be
+        value = torch.load(path, map_location="cpu", weights_only=True, mmap=str(path).isascii())
     except OSError as e:
         raise UserError(f"{path}: the checkpoint cannot be read ({e.strerror or e})") from None
     except Exception as e:  # a cut, foreign or hostile file fails in ways that torch does not list
@@ -2026,22 +2038,35 @@ def check_resumable(saved: dict[str, typing.Any], args: Hyperparameters, source:
     return differing
 
 
+def check_adam_state(optimizer: torch.optim.AdamW, state: dict[str, typing.Any]) -> None:
+    """ValueError unless each parameter has its state; load_state_dict itself would take any."""
+    for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+        theirs = {name: (t.dtype, t.shape) for name, t in state["state"].get(i, {}).items()}
+        wanted = dict(step=(torch.float32, torch.Size()), exp_avg=(p.dtype, p.shape), exp_avg_sq=(p.dtype, p.shape))
+        if theirs != wanted:
+            raise ValueError(f"AdamW's parameter {i} needs the state {wanted}, found {theirs}")
+
+
+NO_FIT = (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError)
+
+
 def resume(training: Training, saved: dict[str, typing.Any], args: Hyperparameters,
            folder: Path) -> list[str]:
     """Put a checkpoint's state in place; UserError when it does not fit. With resume_anyway, part by part and
     under this run's hyperparameters; returns what the log has to say about it."""
     if not args.resume_anyway:
         try:
+            check_adam_state(training.adam, saved["adam"])
             training.load(saved)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as e:
-            raise UserError(f"{folder}: its state does not fit this model ({type(e).__name__}: {' '.join(str(e).split())[:300]})"
-                            ) from None
+        except NO_FIT as e:
+            reason = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
+            raise UserError(f"{folder}: its state does not fit this model ({reason})") from None
         return []
     current = training.state()
-    model = dict(current["model"])
-    fits = [n for n, t in saved["model"].items() if n in model and model[n].shape == t.shape
-            and model[n].dtype == t.dtype]
-    training.model.load_state_dict({**model, **{n: saved["model"][n] for n in fits}})
+    model, theirs = current["model"], saved["model"]
+    fits = {n: theirs[n] for n, t in model.items() if isinstance(theirs.get(n), Tensor)
+            and (theirs[n].shape, theirs[n].dtype) == (t.shape, t.dtype)}
+    training.model.load_state_dict({**model, **fits})
     lines = [f"{len(fits)} of {len(model)} parameters taken"]
     if training.snoo:  # unless its state fits too, the slow weights are those that were taken
         training.snoo.outer_buf = [p.detach().clone() for p in training.snoo.params]
@@ -2055,14 +2080,11 @@ def resume(training: Training, saved: dict[str, typing.Any], args: Hyperparamete
                 optimizer.load_state_dict(state)
                 vars(optimizer).update(settings)
                 continue
-            if part == "adam":  # which checks no shapes
-                for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
-                    for name, tensor in state["state"].get(i, {}).items():
-                        if name != "step" and tensor.shape != p.shape:
-                            raise ValueError(f"{name} of parameter {i} has the shape {tuple(tensor.shape)}, not {tuple(p.shape)}")
+            if part == "adam":
+                check_adam_state(optimizer, state)
             optimizer.load_state_dict({**state, "param_groups": current[part]["param_groups"]})
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            lines.append(f"{part}'s state not taken ({e})")
+        except NO_FIT as e:
+            lines.append(f"{part}'s state not taken ({' '.join(str(e).split())[:300]})")
     return lines
 
 # ---------------------------------------------------------------------------------------------------------------------
