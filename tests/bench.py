@@ -572,14 +572,10 @@ def main(argv: list[str]) -> None:
         if torch.cuda.is_available() and not options.cpu
         else torch.device("cpu")
     )
-    print(
-        f"torch {torch.__version__}, "
-        f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}, "
-        f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
-        if rank == 0
-        else "",
-        flush=True,
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    if rank == 0:
+        threads, load = torch.get_num_threads(), os.getloadavg()[0]
+        print(f"torch {torch.__version__}, {name}, {threads} threads, load {load:.1f}", flush=True)
     if "step" in wanted:
         if ranks > 1:
             ctx = script.start_distributed(step_sizes(device, ranks), rank, local_rank, ranks)
