@@ -436,10 +436,10 @@ def start_distributed(args: Hyperparameters, rank: int, local_rank: int, world_s
 SEPARATOR = "=" * 100
 
 
-def console(text: str, end: str = "\n") -> None:
+def console(text: str, end: str = "\n", file: typing.TextIO | None = None) -> None:
     """Print. A console that went away (a closed pipe, a full disk under it) does not end the run."""
     try:
-        print(text, end=end, flush=True)
+        print(text, end=end, file=file or sys.stdout, flush=True)
     except OSError:
         pass
 
@@ -550,9 +550,7 @@ def end_failed_rank(text: str, trace: str, symptom: bool, log: RunLog, ctx: Dist
     log.write(f"failed: {cause}")
     log.close()
     threading.Timer(5, os._exit, (code,)).start()  # a console that blocks must not keep the rank
-    print((trace if mine else "") + (f"error: {cause}" if ctx.rank == 0 else ""),
-          end="\n" * (mine or ctx.rank == 0),
-          file=sys.stderr, flush=True)
+    console((trace if mine else "") + (f"error: {cause}\n" if ctx.rank == 0 else ""), end="", file=sys.stderr)
     if mine:
         tell_launcher(f"{trace}error: {cause}")
     else:

@@ -24,7 +24,7 @@ class NoCheckpoint(Exception):
 def load(path: Path) -> dict[str, Any]:
     """One file of a checkpoint. NoCheckpoint names the file and the reason."""
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        value = torch.load(path, map_location="cpu", weights_only=True, mmap=str(path).isascii())
     except OSError as e:
         raise NoCheckpoint(f"{path}: cannot be read ({e.strerror or e})") from None
     except Exception as e:  # a cut, foreign or hostile file fails in ways that torch does not list

@@ -18,9 +18,9 @@ STEPS = 8
 BATCH = 128  # tokens a step with --batch_sequences 1
 
 
-def make_shards(folder: Path, batches: int = 5, sequences: int = 1) -> Path:
-    """Training shards of `batches` batches, then of many more; one for validation. English by the byte."""
-    first, more = batches * BATCH * sequences + 2, 200 * BATCH * sequences
+def make_shards(folder: Path, batches: int = 5, sequences: int = 1, more: int = 205) -> Path:
+    """Training shards of `batches` and of `more` batches; one for validation. English by the byte."""
+    first, more = batches * BATCH * sequences + 2, more * BATCH * sequences
     (folder / "train_000001.bin").write_bytes(shard(english(first)))
     (folder / "train_000002.bin").write_bytes(shard(english(more, first)))
     (folder / "val_000000.bin").write_bytes(shard(english(2000, first + more)))
