@@ -336,7 +336,7 @@ def rehearsals(tiny, tmp_path_factory) -> dict[str, list[float]]:
                 nothing=dict(muon_lr=off, embed_lr=off, head_lr=off, scalar_lr=off, num_iterations=15))
     made = {}
     for name, fields in ways.items():
-        result = fork_ranks(changed(words, **fields))
+        result = fork_ranks(changed(words, **fields), limit=3 * LIMIT)  # long for its work, not for a hang
         assert result.returncode == 0, result.stderr
         made[name] = [float(loss) for loss in result.losses().values()]
     return made
