@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 240  # seconds for a launch; alone on a machine it takes about 8
 SIZES = (
     "--scale rehearsal --model_dim 32 --num_heads 1 --head_dim 32 --train_seq_len 128 "
-    "--batch_sequences 4 --val_seq_len 128 --val_tokens 512 --num_iterations 3 --warmup_steps 0 "
-    "--val_loss_every 1 --snoo_k 2 --seed 5 --save_final true"
+    "--num_layers 12 --batch_sequences 4 --val_seq_len 128 --val_tokens 512 --num_iterations 3 "
+    "--warmup_steps 0 --val_loss_every 1 --snoo_k 2 --seed 5 --save_final true"
 ).split()
 
 
