@@ -568,9 +568,9 @@ class Watch:
 
     SIGINT and SIGTERM: outside of training the rank ends at once. In training the step is finished, and all
     ranks leave after the same one: the agreement is two int32 over gloo, started at one step and read at the
-    next, which costs the device nothing; the first step of a loss that is not finite travels with it. A second signal ends the rank at once. So does a step that outlives
-    STOP_GRACE, or no step in step_timeout seconds: these are failures, and the log says where each rank
-    stands. A launcher that dies counts as SIGTERM. """
+    next, which costs the device nothing; the first step of a loss that is not finite travels with it. A second
+    signal ends the rank at once. So does a step that outlives STOP_GRACE, or no step in step_timeout seconds:
+    these are failures, and the log says where each rank stands. A launcher that dies counts as SIGTERM. """
 
     def __init__(self, ctx: Distributed, step_timeout: int) -> None:
         self.ctx, self.limit, self.log, self.how_to_resume = ctx, step_timeout, RunLog(None), "nothing was saved"
@@ -1616,8 +1616,8 @@ def window_tensor(step: int, args: Hyperparameters, ctx: Distributed) -> Tensor:
 
 
 class FirstBadStep:
-    """The first step whose loss was not finite on this rank. No wait for the device: what it found is copied to
-    pinned memory, where the host reads it some steps later."""
+    """The first step whose loss was not finite on this rank. No wait for the device: what it found is copied
+    to pinned memory, where the host reads it some steps later."""
 
     def __init__(self, ctx: Distributed) -> None:
         self.found = torch.full((), NEVER, dtype=torch.int32, device=ctx.device)
@@ -1634,8 +1634,8 @@ class FirstBadStep:
 
 def train_step(training: Training, batch: tuple[Tensor, Tensor], step: int, args: Hyperparameters,
                ctx: Distributed) -> Tensor:
-    """One step on this rank's slice of the global batch, taken one sequence at a time. Returns the slice's mean
-    loss, 0-d, on the device."""
+    """One step on this rank's slice of the global batch, taken one sequence at a time. Returns the slice's
+    mean loss, 0-d, on the device."""
     micro_batches = args.batch_sequences // ctx.world_size
     window, mean_loss = window_tensor(step, args, ctx), torch.zeros((), device=ctx.device)
     for inputs, targets in zip(*(t.view(micro_batches, -1) for t in batch)):
@@ -2215,9 +2215,10 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
         signum, bad = (0, NEVER) if watch.ending else watch.agreed(step, bad_step.seen())
         if validating or saving or signum:
             progress.step, progress.train_time_ms = step, clock.stop()
-            bad = min(bad, *ctx.share(bad_step.seen()))  # the clock has waited for the device: this covers all steps
+            bad = min(bad, *ctx.share(bad_step.seen()))  # the clock has waited for the device: all steps count
         if bad < NEVER:
-            raise NotFinite(f"the training loss of step {bad + 1}/{total} is not finite: the run has diverged")
+            raise NotFinite(f"the training loss of step {bad + 1}/{total} is not finite: the run has "
+                            "diverged")
         if validating or saving or signum:
             if signum:
                 watch.ending = True
