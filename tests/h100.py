@@ -679,6 +679,11 @@ def blame(error: BaseException, compiled: Compiled, script: Path) -> str:
     short = "\n    ".join(line for line in text.splitlines() if line.strip())[:1500]
     if compiled.failed:
         name = compiled.failed[-1]
+        own = re.search(rf"^ *def {re.escape(name)}\(", script.read_text(), re.MULTILINE)
+        place = re.search(r"\bat (\d+):\d+:", text)
+        if own and place:  # a kernel of the script: Triton counts from its def
+            line = script.read_text()[: own.end()].count("\n") + int(place[1])
+            return f"kernel {name} does not build, {script.name}, line {line}: {short}"
         return f"kernel {name} does not build ({compiled.origins.get(name, 'origin unknown')}): {short}"
     line = in_text[-1] if in_text else frames[-1] if frames else ""
     where = (
