@@ -30,6 +30,7 @@ in this run.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import statistics
@@ -343,7 +344,9 @@ def bench_step(
             training = make(args, ctx)
             phases, total, losses = run_steps(training, args, ctx, steps, pattern)
             results[name] = dict(phases=phases, total=total, losses=losses, memory=script.peak_memory(ctx))
-            del training
+            del training  # and what refers to it: two of them do not fit into 80 GB
+            torch._dynamo.reset()
+            gc.collect()
     peak, source = peak_rate(ctx.device)
     products, attention = (micro_batches * n for n in model_flops(args, args.train_seq_len, docs, window))
     per_rank = micro_batches * args.train_seq_len

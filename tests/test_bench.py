@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,17 @@ def test_pairs_are_those_of_the_dense_masks_blocks() -> None:
 def test_step_splits_the_time_and_equals_the_plain_version(
     tiny: script.Hyperparameters, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    build, models = script.build_training, []
+
+    def noting(*args: object) -> script.Training:
+        training = build(*args)
+        assert all(model() is None for model in models), "the one before is still in memory"
+        models.append(weakref.ref(training.model))
+        return training
+
+    monkeypatch.setattr(script, "build_training", noting)
     found = bench.bench_step(script.Distributed(0, 0, 1, CPU), 1, tiny)
+    assert len(models) == 2
     printed = capsys.readouterr().out
     assert all(phase in printed for phase in bench.PHASES)
     monkeypatch.setattr(bench, "bench_step", lambda *_: found)
