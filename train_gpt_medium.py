@@ -570,7 +570,7 @@ class Watch:
     ranks leave after the same one: the agreement is two int32 over gloo, started at one step and read at the
     next, which costs the device nothing; the first step of a loss that is not finite travels with it. A second
     signal ends the rank at once. So does a step that outlives STOP_GRACE, or no step in step_timeout seconds:
-    these are failures, and the log says where each rank stands. A launcher that dies counts as SIGTERM. """
+    these are failures, and the log says where each rank stands. A launcher that dies counts as SIGTERM."""
 
     def __init__(self, ctx: Distributed, step_timeout: int) -> None:
         self.ctx, self.limit, self.log, self.how_to_resume = ctx, step_timeout, RunLog(None), "nothing was saved"
@@ -606,15 +606,14 @@ class Watch:
             if not self.training:
                 continue
             if self.signum and not self.ending and now - self.since > STOP_GRACE:
-                self._fail(f"did not end {STOP_GRACE} s after {signal.Signals(self.signum).name}", 128
-                           + self.signum)
+                name = signal.Signals(self.signum).name
+                self._fail(f"did not end {STOP_GRACE} s after {name}", 128 + self.signum)
             if now - self.beat > self.limit:
                 self._fail(f"has not ended after {self.limit:.0f} s", 1)
 
     def _stop_at_once(self, signum: int) -> typing.NoReturn:
         cause, name = "", signal.Signals(signum).name
-        threading.Timer(3, os._exit, (128 + signum,
-                                      )).start()  # a console or disk that blocks must not keep the rank
+        threading.Timer(3, os._exit, (128 + signum,)).start()  # should console or disk block
         if self.ctx.store is not None:
             try:  # a launcher sends SIGTERM to the ranks that outlive another: that one's failure is the news
                 store = self.ctx.store.clone()
