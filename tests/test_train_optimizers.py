@@ -285,8 +285,8 @@ def test_snoo_equals_torch_sgd_on_the_slow_weights(dtype, error, nesterov):
 def test_without_momentum_snoo_is_lookahead():
     """Lookahead (Zhang et al., 2019): every k inner steps slow += alpha (fast - slow), fast = slow; here from call 0 on."""
     p = torch.zeros(50, dtype=torch.float64)
-    snoo, slow, fast, generator = t.Snoo([p], lr=0.3, momentum=0.0, k=4), torch.zeros(50).double(), torch.zeros(50).double(), torch.Generator()
-    generator.manual_seed(1)
+    snoo, generator = t.Snoo([p], lr=0.3, momentum=0.0, k=4), torch.Generator().manual_seed(1)
+    slow, fast = p.clone(), p.clone()
     for call in range(13):
         change = torch.randn(50, generator=generator, dtype=torch.float64)
         p += change
@@ -301,7 +301,8 @@ def test_without_momentum_snoo_is_lookahead():
 def test_with_k_1_and_without_nesterov_snoo_averages_the_updates():
     """Parameter after each call = its last value + EMA of the inner updates, beta = momentum, from 0."""
     p = torch.zeros(20, dtype=torch.float64)
-    snoo, expected, average, generator = t.Snoo([p], 0.25, 0.75, 1, nesterov=False), torch.zeros(20).double(), torch.zeros(20).double(), torch.Generator()
+    snoo, generator = t.Snoo([p], 0.25, 0.75, 1, nesterov=False), torch.Generator().manual_seed(2)
+    expected, average = p.clone(), p.clone()
     for call in range(12):
         change = torch.randn(20, generator=generator, dtype=torch.float64)
         p += change
@@ -363,7 +364,8 @@ def test_snoo_refuses_states_that_do_not_fit_and_keeps_its_own():
     assert all(torch.equal(a, b) for a, b in zip(now["outer_buf"], slow))
 
 
-@pytest.mark.parametrize("lr, momentum, k", [(0, 0.5, 1), (-1, 0.5, 1), (math.nan, 0.5, 1), (0.5, 1.0, 1), (0.5, -0.1, 1), (0.5, 0.5, 0), (0.5, 0.5, 1.5)])
+@pytest.mark.parametrize("lr, momentum, k", [
+    (0, 0.5, 1), (-1, 0.5, 1), (math.nan, 0.5, 1), (0.5, 1.0, 1), (0.5, -0.1, 1), (0.5, 0.5, 0), (0.5, 0.5, 1.5)])
 def test_snoo_refuses_settings_outside_its_rules(lr, momentum, k):
     with pytest.raises(ValueError, match="Snoo needs"):
         t.Snoo([torch.zeros(1)], lr, momentum, k)
@@ -412,8 +414,10 @@ def test_groups_cover_every_parameter_once_with_the_designs_settings():
 
 def test_learning_rate_scale_at_ends_and_joint():
     args = t.Hyperparameters()
-    exact = {0: 1, 1691: 1, 1692: 1, 1693: Fraction(5640 - 1693, 5640) / Fraction(7, 10), 3666: Fraction(1, 2), 5640: 0}  # 1692 = 0.3 * 5640
-    assert {s: t.learning_rate_scale(s, args) for s in exact} == pytest.approx({s: float(v) for s, v in exact.items()}, abs=1e-12)
+    joint = 1692  # 0.3 * 5640
+    exact = {0: 1, joint - 1: 1, joint: 1, joint + 1: Fraction(3947, 5640) / Fraction(7, 10), 3666: 0.5, 5640: 0}
+    expected = {s: float(v) for s, v in exact.items()}
+    assert {s: t.learning_rate_scale(s, args) for s in exact} == pytest.approx(expected, abs=1e-12)
     ending = t.Hyperparameters(final_lr_scale=0.01, num_iterations=5610)
     assert t.learning_rate_scale(5610, ending) == pytest.approx(0.01, abs=1e-15)
     assert t.learning_rate_scale(1683, ending) == pytest.approx(1, abs=1e-12)

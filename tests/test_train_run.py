@@ -72,7 +72,7 @@ def test_log_name_and_folder(base: Result):
 
 
 def test_header_names_machine_seed_source_data_and_every_hyperparameter(base: Result, shards: Path):
-    _, text, _ = base.parts()
+    text = base.parts()[1]
     header = base.header()
     assert header["python"] == sys.version.split()[0] and header["pytorch"] == torch.__version__
     assert header["cuda"] == str(torch.version.cuda) and "gpus" in header
@@ -187,7 +187,8 @@ def assert_same(a: dict[str, object], b: dict[str, object]) -> None:
     for path, x in a.items():
         if isinstance(x, torch.Tensor):
             assert x.dtype == b[path].dtype and x.shape == b[path].shape, path
-            assert torch.equal(x.contiguous().reshape(-1).view(torch.uint8), b[path].contiguous().reshape(-1).view(torch.uint8)), path
+            bits, others = (y.contiguous().reshape(-1).view(torch.uint8) for y in (x, b[path]))
+            assert torch.equal(bits, others), path
         else:
             assert x == b[path], path
 
@@ -196,7 +197,8 @@ def assert_same(a: dict[str, object], b: dict[str, object]) -> None:
 def variants(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """One seed, five ways: as it is, again, with a warm-up, validating at every step, in another seed."""
     folder = tmp_path_factory.mktemp("variants")
-    plain = changed(tiny, seed=11, warmup_steps=0, val_loss_every=0, batch_sequences=2, num_iterations=5, snoo_k=2, save_final="true")
+    plain = changed(tiny, seed=11, warmup_steps=0, val_loss_every=0, batch_sequences=2, num_iterations=5, snoo_k=2,
+                    save_final="true")
     ways = dict(plain={}, again={}, warm=dict(warmup_steps=3), watched=dict(val_loss_every=1), other=dict(seed=12))
     made = {name: fork_ranks(changed(plain, log_dir=folder / name, **fields)) for name, fields in ways.items()}
     assert [r.returncode for r in made.values()] == [0] * 5
@@ -364,9 +366,11 @@ import torch, torch.distributed, torch.nn.attention.flex_attention, numpy
 sys.argv = ["x", "--no_such_option", "7"]
 before, touched = dict(os.environ), []
 def hook(event, arguments):
-    if event == "open" and (isinstance(arguments[1], str) and set(arguments[1]) & set("wax+") or (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
+    mode, flags = arguments[1:3] if event == "open" else ("", 0)
+    if set(mode or "") & set("wax+") or (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         touched.append((event, arguments))
-    if event.split(".")[0] in ("socket", "subprocess", "shutil", "tempfile", "signal") or event in ("os.mkdir", "os.remove", "os.rename", "os.chdir", "os.putenv", "os.fork"):
+    if event.split(".")[0] in ("socket", "subprocess", "shutil", "tempfile", "signal") or event in (
+            "os.mkdir", "os.remove", "os.rename", "os.chdir", "os.putenv", "os.fork"):
         touched.append((event, arguments))
 torch.cuda.init = torch.cuda._lazy_init = lambda: touched.append("cuda")
 seed = torch.get_rng_state()
@@ -566,7 +570,8 @@ def test_one_bad_shard_among_good_ones_is_refused(what, which, tiny, tmp_path):
 
 def test_a_token_past_the_vocabulary_ends_the_run_with_its_place(tiny, tmp_path):
     (tmp_path / "a.bin").write_bytes(shard([1] * 700 + [400] + [1] * 5000))
-    result = fork_ranks(changed(tiny, log_dir=tmp_path / "logs", train_files=f"{tmp_path}/a.bin", batch_sequences=2, warmup_steps=0), 2)
+    words = changed(tiny, log_dir=tmp_path / "logs", train_files=f"{tmp_path}/a.bin", batch_sequences=2)
+    result = fork_ranks(changed(words, warmup_steps=0), 2)
     assert result.returncodes == [1, 1] and "Traceback" not in "".join(result.stderrs)
     assert "token id 400" in result.stderr and "vocab_size is 257" in result.stderr
     assert "token id 400" in result.log.read_text().splitlines()[-1] and not re.search(r"step:6/6 val", result.body())
@@ -668,7 +673,8 @@ t.train_step = poisoned
 """
 
 
-@pytest.mark.parametrize("rank, step, value, save", [(1, 2, "nan", "false"), (0, 1, "inf", "true"), (1, 5, "nan", "true"), (0, 4, "nan", "false")])
+@pytest.mark.parametrize("rank, step, value, save", [
+    (1, 2, "nan", "false"), (0, 1, "inf", "true"), (1, 5, "nan", "true"), (0, 4, "nan", "false")])
 def test_one_ranks_bad_loss_stops_all_even_in_the_last_step(rank, step, value, save, tiny, tmp_path):
     words = changed(tiny, log_dir=tmp_path, batch_sequences=2, warmup_steps=0, val_loss_every=0, save_final=save)
     result = fork_ranks(words, 2, patch=POISON.format(rank=rank, step=step, value=value))
