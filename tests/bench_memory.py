@@ -42,7 +42,9 @@ print(status("VmHWM") - before, time.perf_counter() - start, float(loss), float(
 def measure(chunks: int, tokens: int, dim: int, vocab: int) -> tuple[float, float, float, float]:
     """(peak in MiB, seconds, loss, norm of the head's gradient) of a fresh process."""
     out = subprocess.run([sys.executable, "-c", CHILD.format(root=str(ROOT)), *map(str, (chunks, tokens, dim, vocab))], text=True,
-                         capture_output=True, check=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout
+                         capture_output=True, check=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1",
+                                                                     # freed tensors go back to the kernel at once
+                                                                     "MALLOC_MMAP_THRESHOLD_": "1048576"}).stdout
     peak, seconds, loss, norm = map(float, out.split())
     return peak / 1024, seconds, loss, norm
 
