@@ -85,7 +85,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         "--top", type=int, default=0, metavar="N", help="list the N kernels that move the most bytes"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="count only: no kernel is built by Triton and ptxas"
+        "--quick",
+        action="store_true",
+        help="no kernel is built by Triton and ptxas: the other counts in half the time",
     )
     parser.add_argument(
         "--ranks",
@@ -231,7 +233,8 @@ def compare(report: dict[str, typing.Any], figures: dict[str, typing.Any]) -> tu
         wrong.append(f"{report['graphs']} graphs, not one")
     for key, title in (("gb", "GB moved"), ("kernels", "kernels")):
         for who, reference in (("committed", ours), ("published", published)):
-            if not report["error"] and key in reference and report[key] > reference[key] * CEILINGS[key]:
+            counted = not report["error"] and report[key] is not None and key in reference
+            if counted and report[key] > reference[key] * CEILINGS[key]:
                 wrong.append(f"{report[key]} {title}, more than the {reference[key]} {who}")
     return lines, wrong
 
@@ -575,7 +578,6 @@ def pretend(compiled: Compiled, script: Path, quick: bool) -> contextlib.ExitSta
 
     def built(self: heuristics.CachingAutotuner, *args: typing.Any, **kwargs: typing.Any) -> None:
         if quick:
-            compiled.kernels.append(getattr(self.fn, "__name__", "?"))
             return
         try:
             precompile(self, *args, **kwargs)
@@ -724,7 +726,7 @@ def measure(options: argparse.Namespace, folder: Path) -> typing.NoReturn:
     def note() -> None:
         report.update(
             graphs=compiled.graphs,
-            kernels=len(compiled.kernels),
+            kernels=None if options.quick else len(compiled.kernels),
             gb=round(compiled.bytes / 1e9, 2),
             est_ms=round(compiled.est_ms, 2),
             tflop=round(compiled.flops / 1e12, 2),

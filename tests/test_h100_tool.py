@@ -166,6 +166,13 @@ def test_what_is_worse_fails(changes: dict, message: str) -> None:
     assert wrong and message in wrong[0]
 
 
+def test_kernels_that_were_not_built_are_not_compared() -> None:
+    lines, wrong = h100.compare(report(kernels=None), FIGURES)
+    assert wrong == []
+    row = next(line for line in lines if line.startswith("kernels built"))
+    assert row.split()[2] == "-"
+
+
 def test_a_variant_without_figures_says_so_and_passes() -> None:
     lines, wrong = h100.compare(report(variant="training 128"), FIGURES)
     assert wrong == [] and "no figures are committed for this variant; there are: training 65536" in lines[-1]
@@ -244,7 +251,9 @@ def test_a_graph_break_is_blamed_on_the_scripts_line(tmp_path: Path) -> None:
 def test_a_kernel_of_the_script_is_blamed_on_its_line(tmp_path: Path) -> None:
     path = tmp_path / "edited.py"
     path.write_text("import triton\n\n\n@triton.jit\ndef my_kernel(a):\n    b = a\n    return c\n")
-    error = ValueError("CompilationError: at 3:11:\n    return c\nNameError")  # 3: the third line from the def on
+    error = ValueError(
+        "CompilationError: at 3:11:\n    return c\nNameError"
+    )  # 3: the third line from the def on
     text = h100.blame(error, h100.Compiled(failed=["my_kernel"]), path)
     assert text.startswith("kernel my_kernel does not build, edited.py, line 7: ValueError: CompilationError")
 
