@@ -517,6 +517,8 @@ def find_cause(text: str, symptom: bool, ctx: Distributed) -> tuple[str, bool]:
     if ctx.store is None:
         return text, True
     try:
+        # where no launcher keeps the store it ends with rank 0, and a clone would seek it for startup_timeout
+        ctx.store.set_timeout(datetime.timedelta(seconds=5))
         store = ctx.store.clone()  # a connection of its own: the other one may be waiting
         store.set(f"failure/{ctx.rank}", text)
         if symptom:
@@ -967,10 +969,10 @@ class Attention(nn.Module):
 
 if triton is not None:
     @triton.jit
-    def relu_squared_product_kernel(a, b, out, N, K, stride_bk, stride_bn, BACKWARD: tl.constexpr,
+    def relu_squared_product_kernel(a, b, out, act, N, K, stride_bk, stride_bn, BACKWARD: tl.constexpr,
                                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                                     GROUP: tl.constexpr):
-        """A tile of out = relu(a b)^2, or BACKWARD of out = (a b) * 2 sqrt(out): the gradient of relu squared,
+        """A tile of out = relu(a b)^2, or BACKWARD of out = (a b) * 2 sqrt(act): the gradient of relu squared,
         which needs only its own output. a (M, K) and out (M, N) are contiguous, b (K, N) has any strides, sizes
         are whole tiles."""
         # programs go down GROUP rows of tiles before the next column: tiles of b stay in the L2 cache
@@ -988,43 +990,49 @@ if triton is not None:
             a_tile += BLOCK_K
             b_tile += BLOCK_K * stride_bk
         total = total.to(out.dtype.element_ty).to(tl.float32)  # rounded as a product of its own would be
-        place = out + m[:, None] * N + n[None, :]
+        place = m[:, None] * N + n[None, :]
         if BACKWARD:
-            result = total * 2 * tl.sqrt(tl.load(place).to(tl.float32))
+            result = total * 2 * tl.sqrt(tl.load(act + place).to(tl.float32))
         else:
             positive = tl.maximum(total, 0)
             result = positive * positive
-        tl.store(place, result.to(out.dtype.element_ty))
+        tl.store(out + place, result.to(out.dtype.element_ty))
 
 
+# An operator of its own: Inductor then knows that the output is new, and neither copies nor reads it first.
+@torch.library.custom_op("train_gpt_medium::relu_squared_product", mutates_args=(),
+                         schema="(Tensor a, Tensor b, Tensor? act) -> Tensor")
 def relu_squared_product(a: Tensor, b: Tensor, act: Tensor | None = None) -> Tensor:
-    """relu(a b)^2 in one kernel; or, over act = relu(h)^2 and in its place, the gradient (a b) * 2 relu(h). a
-    (M, K), b (K, N); M must be a multiple of 128, N of 256, K of 64, and M * N below 2^31."""
+    """relu(a b)^2 in one kernel, or with act = relu(h)^2 the gradient (a b) * 2 relu(h). a (M, K), b (K, N); M must
+    be a multiple of 128, N of 256, K of 64, and M * N below 2^31."""
     (M, K), N = a.shape, b.size(1)
     assert M % 128 == 0 and N % 256 == 0 and K % 64 == 0 and M * N < 2**31
-    out = torch.empty(M, N, dtype=a.dtype, device=a.device) if act is None else act
+    out = torch.empty(M, N, dtype=a.dtype, device=a.device)
     relu_squared_product_kernel[(M // 128 * (N // 256),)](
-        a.contiguous(), b, out, N, K, b.stride(0), b.stride(1), BACKWARD=act is not None, BLOCK_M=128,
-        BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3)
+        a.contiguous(), b, out, out if act is None else act, N, K, b.stride(0), b.stride(1),
+        BACKWARD=act is not None, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3)
     return out
 
 
+@relu_squared_product.register_fake
+def _(a: Tensor, b: Tensor, act: Tensor | None = None) -> Tensor:
+    return a.new_empty(a.size(0), b.size(1))
+
+
 class FusedMLP(torch.autograd.Function):
-    """relu(x fc_w^T)^2 proj_w^T for x (T, dim), saving only the activation, which the one backward pass that it
-    has writes over; see --fused_mlp."""
+    """relu(x fc_w^T)^2 proj_w^T for x (T, dim), saving only the activation; see --fused_mlp."""
 
     @staticmethod
     def forward(ctx: typing.Any, x: Tensor, fc_w: Tensor, proj_w: Tensor) -> Tensor:
-        act = relu_squared_product(x, fc_w.t())
+        act = relu_squared_product(x, fc_w.t(), None)
         ctx.save_for_backward(x, fc_w, proj_w, act)
         return act @ proj_w.t()
 
     @staticmethod
     def backward(ctx: typing.Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, fc_w, proj_w, act = ctx.saved_tensors
-        dproj = dy.t() @ act
         dh = relu_squared_product(dy, proj_w, act)
-        return dh @ fc_w, dh.t() @ x, dproj
+        return dh @ fc_w, dh.t() @ x, dy.t() @ act
 
 
 class MLP(nn.Module):

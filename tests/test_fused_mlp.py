@@ -1,4 +1,5 @@
-"""The Triton kernel of --fused_mlp, interpreted on the CPU, against float64 autograd of the plain formula."""
+"""The Triton kernel of --fused_mlp: interpreted on the CPU against float64 autograd of the plain formula, and built for
+an H100 (sm_90), which takes no GPU."""
 from __future__ import annotations
 
 import json
@@ -49,6 +50,35 @@ def test_output_and_gradients_are_those_of_float64(errors: dict, dtype: str, bou
     """Output, dx, dfc_w, dproj_w: the largest error over the largest value, within the type's rounding."""
     assert len(errors[dtype]) == 4
     assert max(errors[dtype]) < bound
+
+
+BUILD = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+sys.path.insert(0, sys.argv[1])
+import train_gpt_medium as script
+
+for backward, unit_stride in ((False, "stride_bk"), (True, "stride_bn")):  # fc_w^T and proj_w, as the model passes them
+    fixed = dict(BACKWARD=backward, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, **{unit_stride: 1})
+    names = ["a", "b", "out", "act", "N", "K", "stride_bk", "stride_bn"]
+    kinds = {n: "constexpr" if n in fixed else "*bf16" if n in names[:4] else "i32" for n in [*names, *fixed]}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in fixed}
+    source = ASTSource(fn=script.relu_squared_product_kernel, signature=kinds, constexprs=fixed, attrs=aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8, num_stages=3))
+    print(backward, len(built.asm["cubin"]) > 0, "wgmma" in built.asm["ptx"], built.metadata.shared)
+"""
+
+
+def test_the_kernel_builds_for_an_h100(tmp_path: Path) -> None:
+    """ptxas takes both directions, the products use the tensor cores, and shared memory fits its 227 KiB."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", BUILD, str(ROOT)], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[:3] for line in lines] == [["False", "True", "True"], ["True", "True", "True"]]
+    assert all(0 < int(line[3]) <= 227 * 1024 for line in lines)
 
 
 def test_without_a_gpu_the_option_is_refused() -> None:
