@@ -52,8 +52,8 @@ def test_ranks_tile_each_global_batch(lengths, size, world, tmp_path):
 
 
 def test_end_of_shard_rule_on_either_side_of_it(tmp_path):
-    """With B = 10 a shard of 21 tokens gives one batch (10 + 10 + 1 >= 21), one of 22 gives two, of 11 none, of 12 one."""
-    for length, count in ((0, 0), (1, 0), (10, 0), (11, 0), (12, 1), (21, 1), (22, 2), (31, 2), (32, 3)):
+    """With B = 10 a shard of 21 tokens gives one batch (10 + 10 + 1 >= 21), one of 22 two, of 11 none, of 12 one."""
+    for length, count in ((1, 0), (10, 0), (11, 0), (12, 1), (21, 1), (22, 2), (31, 2), (32, 3)):
         folder = tmp_path / str(length)
         folder.mkdir()
         assert len(list(t.token_batches(write(folder, length), 10))) == count == len(stream_oracle([length], 10)), length
@@ -100,7 +100,8 @@ BAD = {
     "one token long": (GOOD + b"\0\0", "promises 50 tokens, 1124 bytes, but the file has 1126"),
     "odd byte count": (GOOD + b"\0", "but the file has 1125"),
     "odd and short": (GOOD[:-1], "but the file has 1123"),
-    "negative count": (shard(range(50), count=-1), "promises -1 tokens"),
+    "negative count": (shard(range(50), count=-1), "the header counts -1 tokens"),
+    "no token": (shard([]), "the header counts 0 tokens"),
     "text": (b"a page saying 404 not found\n" * 100, "magic number"),
 }
 
