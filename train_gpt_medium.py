@@ -65,9 +65,6 @@ class UserError(ValueError):
     assertions."""
 
 
-class NotFinite(UserError):
-    """A loss that is inf or nan: the settings diverge. The same on all ranks."""
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Hyperparameters and recipes. Every tuned number of a run is a field here; the comment behind a field is its
 # --help. Precedence: default < recipe < scale < explicit --field value.
@@ -560,7 +557,6 @@ def end_failed_rank(text: str, trace: str, symptom: bool, log: RunLog, ctx: Dist
     os._exit(code)
 
 
-NEVER = 2**31 - 1  # a step that no run reaches
 STOP_GRACE = 20  # seconds that a step may still take after a signal; torchrun kills its ranks after 30
 
 
@@ -569,16 +565,15 @@ class Watch:
     run, ends too.
 
     SIGINT and SIGTERM: outside of training the rank ends at once. In training the step is finished, and all
-    ranks leave after the same one: the agreement is two int32 over gloo, started at one step and read at the
-    next, which costs the device nothing; the first step of a loss that is not finite travels with it. A second
-    signal ends the rank at once. So does a step that outlives STOP_GRACE, or no step in step_timeout seconds:
+    ranks leave after the same one: the agreement is one int32 over gloo, started at one step and read at the
+    next, which costs the device nothing. A second signal ends the rank at once. So does a step that outlives STOP_GRACE, or no step in step_timeout seconds:
     these are failures, and the log says where each rank stands. A launcher that dies counts as SIGTERM."""
 
     def __init__(self, ctx: Distributed, step_timeout: int) -> None:
         self.ctx, self.limit, self.log, self.how_to_resume = ctx, step_timeout, RunLog(None), "nothing was saved"
         self.step, self.beat, self.training, self.ending = 0, 0.0, False, False
         self.signum, self.since = 0, 0.0
-        self.flag = torch.tensor([0, -NEVER], dtype=torch.int32)
+        self.flag = torch.zeros(1, dtype=torch.int32)
         self.work: dist.Work | None = None
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.main_thread = threading.get_ident()
@@ -645,18 +640,17 @@ class Watch:
         """Training begins: from here on a signal waits for the end of the step."""
         self.step, self.beat, self.training = step, time.monotonic(), True
 
-    def agreed(self, step: int, bad_step: int) -> tuple[int, int]:
-        """Call once a step, with this rank's first step of a loss that is not finite, or NEVER: the signal
-        that all ranks stop for now, or 0, and the first such step of any rank."""
+    def agreed(self, step: int) -> int:
+        """Call once a step: the signal that all ranks stop for now, or 0."""
         self.step, self.beat = step, time.monotonic()
         if self.ctx.world_size == 1:
-            return self.signum, bad_step
+            return self.signum
         if self.work is not None:
             self.work.wait()
-        stop, bad = self.flag.tolist()
-        self.flag = torch.tensor([self.signum, -bad_step], dtype=torch.int32)  # MAX: the earliest step
+        stop = int(self.flag)
+        self.flag = torch.tensor([self.signum], dtype=torch.int32)
         self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.ctx.control, async_op=True)
-        return stop, -bad
+        return stop
 
     def close(self) -> None:
         """Give the signals back, once the agreement that is under way has ended."""
@@ -1622,33 +1616,13 @@ def window_tensor(step: int, args: Hyperparameters, ctx: Distributed) -> Tensor:
     return torch.full((), window_blocks(step, args), dtype=torch.int32, device=ctx.device)
 
 
-class FirstBadStep:
-    """The first step whose loss was not finite on this rank. No wait for the device: what it found is copied
-    to pinned memory, where the host reads it some steps later."""
-
-    def __init__(self, ctx: Distributed) -> None:
-        self.found = torch.full((), NEVER, dtype=torch.int32, device=ctx.device)
-        self.host = torch.full((), NEVER, dtype=torch.int32, pin_memory=ctx.device.type == "cuda")
-
-    def add(self, step: int, loss: Tensor) -> None:
-        self.found = torch.where(loss.isfinite(), self.found, self.found.clamp_max(step))
-        self.host.copy_(self.found, non_blocking=True)
-
-    def seen(self) -> int:
-        """NEVER, or that step; after a synchronize() it covers all steps added."""
-        return int(self.host)
-
-
 def train_step(training: Training, batch: tuple[Tensor, Tensor], step: int, args: Hyperparameters,
-               ctx: Distributed) -> Tensor:
-    """One step on this rank's slice of the global batch, taken one sequence at a time. Returns the slice's
-    mean loss, 0-d, on the device."""
+               ctx: Distributed) -> None:
+    """One step on this rank's slice of the global batch, taken one sequence at a time."""
     micro_batches = args.batch_sequences // ctx.world_size
-    window, mean_loss = window_tensor(step, args, ctx), torch.zeros((), device=ctx.device)
+    window = window_tensor(step, args, ctx)
     for inputs, targets in zip(*(t.view(micro_batches, -1) for t in batch)):
-        loss = training.forward(inputs, targets, window) / micro_batches
-        loss.backward()
-        mean_loss += loss.detach()
+        (training.forward(inputs, targets, window) / micro_batches).backward()
 
     adam, muon = training.adam, training.muon
     reductions = []
@@ -1670,7 +1644,6 @@ def train_step(training: Training, batch: tuple[Tensor, Tensor], step: int, args
     if training.snoo:
         training.snoo.step()
     training.model.zero_grad(set_to_none=True)
-    return mean_loss
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2167,21 +2140,15 @@ def peak_memory(ctx: Distributed) -> str:
     if ctx.device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
     else:
-        import resource  # POSIX only, like the gloo and nccl ranks themselves
-        allocated = reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1
+        import resource  # POSIX only, like the gloo ranks themselves
 
-
-
-
-
-                                                                                      if sys.platform == "linux" else 1024) >> 10
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, but bytes on macOS
+        allocated = reserved = peak >> (10 if sys.platform == "linux" else 20)
     return f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB"
 
 
 def failure_text(error: Exception, rank: int, step: int, ctx: Distributed) -> str:
     text = " ".join(str(error).split())[:1000] or "no message"
-    if isinstance(error, NotFinite):  # every rank says the same
-        return text
     if isinstance(error, torch.OutOfMemoryError):
         return (f"rank {rank} ran out of GPU memory at step {step} ({peak_memory(ctx)}); lower it with --head_chunks 8 (logits), "
                 f"--train_seq_len (activations) or --val_seq_len, or --snoo false (two copies of the model); {text}")
@@ -2210,7 +2177,7 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
                             ctx.world_size, first,
                             args.vocab_size)
     batch = to_device(next(batches), ctx) if first < total else None
-    clock, bad_step = Clock(ctx, progress.train_time_ms), FirstBadStep(ctx)
+    clock = Clock(ctx, progress.train_time_ms)
     watch.begin(first)
     clock.start()
     for step in range(first, total + 1):
@@ -2219,14 +2186,9 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
         saving = (step == total and args.save_final) or (args.save_every > 0 and step % args.save_every == 0
                                                          and step > first)
         watch.ending = step == total  # then a signal has nothing left to stop
-        signum, bad = (0, NEVER) if watch.ending else watch.agreed(step, bad_step.seen())
+        signum = 0 if watch.ending else watch.agreed(step)
         if validating or saving or signum:
             progress.step, progress.train_time_ms = step, clock.stop()
-            bad = min(bad, *ctx.share(bad_step.seen()))  # the clock has waited for the device: all steps count
-        if bad < NEVER:
-            raise NotFinite(f"the training loss of step {bad + 1}/{total} is not finite: the run has "
-                            "diverged")
-        if validating or saving or signum:
             if signum:
                 watch.ending = True
                 if (args.save_every > 0 or args.save_final) and step > first:
@@ -2235,7 +2197,7 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
             if validating:
                 loss = validate(training, step, args, ctx)
                 if not math.isfinite(loss):
-                    raise NotFinite(f"the validation loss at step {step}/{total} is not finite: the run has "
+                    raise UserError(f"the validation loss at step {step}/{total} is not finite: the run has "
                                     "diverged")
                 progress.val_losses = [pair for pair in progress.val_losses
                                        if pair[0] < step] + [[step, loss]]
@@ -2253,7 +2215,7 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
 
         # training; the next batch is made ready while the device works on this one
         progress.step = step
-        bad_step.add(step, train_step(training, batch, step, args, ctx))
+        train_step(training, batch, step, args, ctx)
         if step + 1 < total:
             batch = to_device(next(batches), ctx)
         ms = clock.ms()
@@ -2262,6 +2224,76 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
         if terminal:
             console(f"\r{line} ", end="")
     raise AssertionError("the loop ends by validating")
+
+
+def agree_on_run(args: Hyperparameters, found: dict[str, typing.Any], ctx: Distributed) -> str:
+    """Fill in seed and run_id, the same on all ranks, and return the log's name without its ending."""
+    if args.seed is None:
+        saved = found["saved"]
+        args.seed = saved["hyperparameters"]["seed"] if saved else int.from_bytes(os.urandom(4), "little")
+    if args.run_id is None:
+        args.run_id = next_run_id(found["folder"])
+    name = f"{args.run_id:03d}_{uuid.uuid4()}"
+    args.seed, args.run_id, name = ctx.share((args.seed, args.run_id, name))[0]  # what rank 0 drew or found
+    checkpoint = found["checkpoint"] and found["checkpoint"].name
+    same = ctx.share(dataclasses.asdict(args) | {"checkpoint": checkpoint})
+    if any(other != same[0] for other in same):
+        raise UserError("the ranks were started with different hyperparameters or checkpoints; start all with one "
+                        "command")
+    return name
+
+
+def write_header(log: RunLog, command: Command, ctx: Distributed, source: bytes, found: dict[str, typing.Any],
+                 name: str, remarks: list[str], saved: dict[str, typing.Any] | None) -> None:
+    """The log's second part, up to the line of =."""
+    run_path = f"{command.args.run_name}/{name}"
+    for line in log_header(command, ctx, source, found["shards"], run_path, saved["log"] if saved else ""):
+        log.write(line)
+    for line in [*plan(command, ctx.world_size), found["comparison"]]:
+        log.say(line)
+    if saved:
+        log.say(f"resumed from: {found['checkpoint']} at step {saved['step']}")
+    elif command.args.resume:
+        log.say(f"resumed from: nothing, no unfinished run under {found['folder']} has a checkpoint; starting at "
+                "step 0")
+    for line in remarks:
+        log.write(f"resumed anyway: {line}")
+    log.write(SEPARATOR)
+
+
+def checkpoint_saver(training: Training, progress: Progress, command: Command, source: bytes,
+                     found: dict[str, typing.Any], name: str, log: RunLog, watch: Watch, ctx: Distributed
+                     ) -> typing.Callable[[], None]:
+    """The function that writes a checkpoint of where the run stands."""
+    args = command.args
+    about = dict(format=CHECKPOINT_FORMAT, recipe=command.recipe, scale=command.scale, world_size=ctx.world_size,
+                 log=f"{args.run_name}/{name}.txt", hyperparameters=dataclasses.asdict(args),
+                 source_sha256=hashlib.sha256(source).hexdigest())
+
+    def save() -> None:
+        batch_tokens = args.batch_sequences * args.train_seq_len
+        position = dict(data_position=stream_position(found["train"], batch_tokens, progress.step))
+        save_checkpoint(training, progress, about | position, args.keep_checkpoints, log,
+                        found["folder"] / f"{name}_checkpoints", ctx)
+        watch.beat, watch.how_to_resume = time.monotonic(), how_to_resume(progress, args)
+
+    return save
+
+
+def report(command: Command, progress: Progress, signum: int, found: dict[str, typing.Any], log: RunLog,
+           watch: Watch, ctx: Distributed) -> None:
+    """The last lines of log and console."""
+    loss = progress.val_losses[-1][1] if progress.val_losses else float("nan")
+    if not signum and found["published"] and (verdict := found["published"].verdict(loss)):
+        log.say(verdict)
+    log.write(peak_memory(ctx))
+    if signum:
+        log.say(f"interrupted at step {progress.step}: {watch.how_to_resume}")
+    if ctx.rank == 0:
+        if not signum:
+            mark_finished(progress.kept, found["folder"])
+        console(f"{'interrupted' if signum else 'finished'}: recipe {command.recipe}, scale {command.scale}, "
+                f"{progress.step} steps on {ctx.world_size} ranks\nlog: {log.path}\nval_loss: {loss:.6f}")
 
 
 def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
@@ -2284,84 +2316,37 @@ def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
         return
 
     ctx = start_distributed(args, rank, local_rank, world_size)
-    watch, log, progress, saved = Watch(ctx, args.step_timeout), RunLog(None), Progress(), found.pop("saved",
-                                                                                                     None)
+    watch, log, progress = Watch(ctx, args.step_timeout), RunLog(None), Progress()
     try:
         ctx.agree(problem)
-        if args.seed is None:
-            args.seed = saved["hyperparameters"]["seed"] if saved else int.from_bytes(os.urandom(4), "little")
-        if args.run_id is None:
-            args.run_id = next_run_id(found["folder"])
-        # what rank 0 drew or found holds for all
-        args.seed, args.run_id, name = ctx.share((args.seed, args.run_id,
-                                                  f"{args.run_id:03d}_{uuid.uuid4()}"))[0]
-        same = ctx.share(dataclasses.asdict(args) | {"checkpoint": found["checkpoint"]
-                                                     and found["checkpoint"].name})
-        if any(other != same[0] for other in same):
-            raise UserError("the ranks were started with different hyperparameters or checkpoints; start all "
-                            "with one command")
-
+        name = agree_on_run(args, found, ctx)
         # state before the log: a checkpoint that does not fit leaves nothing behind
-        training, remarks = build_training(args, ctx), found["differing"]
+        training = build_training(args, ctx)
+        saved, problem, remarks = found.pop("saved"), None, found["differing"]
         try:
             if saved:
                 remarks = [*remarks, *resume(training, saved, args, found["checkpoint"])]
                 progress = Progress(saved["step"], saved["train_time_ms"], saved["val_losses"], saved["kept"])
-        except UserError as e:
-            problem = str(e)
-        ctx.agree(problem)
-        try:
             if rank == 0:
                 log = watch.log = RunLog(found["folder"] / f"{name}.txt", source)
         except UserError as e:
             problem = str(e)
         ctx.agree(problem)
-        parent = saved["log"] if saved else ""
-        for line in log_header(command, ctx, source, found["shards"], f"{args.run_name}/{name}", parent):
-            log.write(line)
-        for line in [*plan(command, world_size), found["comparison"]]:
-            log.say(line)
-        if args.resume:
-            log.say(f"resumed from: {found['checkpoint']} at step {progress.step}" if saved else
-                    f"resumed from: nothing, no unfinished run under {found['folder']} has a checkpoint; starting at step 0")
-        for line in remarks:
-            log.write(f"resumed anyway: {line}")
-        log.write(SEPARATOR)
+        write_header(log, command, ctx, source, found, name, remarks, saved)
         if rank == 0 and (args.save_every or args.save_final):
             clear_leftovers(found["folder"])
         saved, watch.how_to_resume = None, how_to_resume(progress, args)
+
         warm_up(training, args, ctx)
-
-        about = dict(format=CHECKPOINT_FORMAT, recipe=command.recipe, scale=command.scale,
-                     world_size=world_size,
-                     log=f"{args.run_name}/{name}.txt", hyperparameters=dataclasses.asdict(args),
-                     source_sha256=hashlib.sha256(source).hexdigest())
-
-        def save() -> None:
-            about["data_position"] = stream_position(found["train"],
-                                                     args.batch_sequences * args.train_seq_len, progress.step)
-            save_checkpoint(training, progress, about, args.keep_checkpoints, log,
-                            found["folder"] / f"{name}_checkpoints", ctx)
-            watch.beat, watch.how_to_resume = time.monotonic(), how_to_resume(progress, args)
-
+        save = checkpoint_saver(training, progress, command, source, found, name, log, watch, ctx)
         signum = train(training, progress, args, found["published"], save, log, watch, ctx)
-        if signum == 0 and found["published"] and (verdict := found["published"].verdict(progress.val_losses[-1][1])):
-            log.say(verdict)
-        log.write(peak_memory(ctx))
-        if rank == 0 and not signum:
-            mark_finished(progress.kept, found["folder"])
-        if signum:
-            log.say(f"interrupted at step {progress.step}: {watch.how_to_resume}")
-        if rank == 0:
-            loss = progress.val_losses[-1][1] if progress.val_losses else float("nan")
-            console(f"{'interrupted' if signum else 'finished'}: recipe {command.recipe}, scale {command.scale}, {progress.step} "
-                    f"steps on {world_size} ranks\nlog: {log.path}\nval_loss: {loss:.6f}")
+        report(command, progress, signum, found, log, watch, ctx)
         log.close()
         watch.close()
     except Exception as e:
-        text = str(e) if isinstance(e, UserError) and not watch.training else failure_text(e, rank,
-                                                                                           progress.step, ctx)
         known = isinstance(e, (torch.OutOfMemoryError, UserError))
+        at_start = isinstance(e, UserError) and not watch.training
+        text = str(e) if at_start else failure_text(e, rank, progress.step, ctx)
         if world_size > 1:
             end_failed_rank(text, "" if known else traceback.format_exc(), is_symptom(e), log, ctx)
         log.write(f"failed: {text}")

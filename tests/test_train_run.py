@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -160,6 +161,12 @@ def test_a_fresh_seed_is_drawn_shared_and_logged(tiny, tmp_path):
 # What a run computes does not depend on what goes on around it
 
 
+def run_ways(words: dict[str, list[str]]) -> dict[str, Result]:
+    """Runs of one rank, two at a time; they are long for their work, not for a hang."""
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(words, pool.map(lambda w: fork_ranks(w, limit=3 * LIMIT), words.values())))
+
+
 def tensors(folder: Path) -> dict[str, object]:
     """Every leaf of a checkpoint's parts that training reads, by its path."""
     leaves: dict[str, object] = {}
@@ -200,7 +207,7 @@ def variants(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[
     plain = changed(tiny, seed=11, warmup_steps=0, val_loss_every=0, batch_sequences=2, num_iterations=5, snoo_k=2,
                     save_final="true")
     ways = dict(plain={}, again={}, warm=dict(warmup_steps=3), watched=dict(val_loss_every=1), other=dict(seed=12))
-    made = {name: fork_ranks(changed(plain, log_dir=folder / name, **fields)) for name, fields in ways.items()}
+    made = run_ways({name: changed(plain, log_dir=folder / name, **fields) for name, fields in ways.items()})
     assert [r.returncode for r in made.values()] == [0] * 5
     return made
 
@@ -332,16 +339,13 @@ def rehearsals(tiny, tmp_path_factory) -> dict[str, list[float]]:
     (folder / "train.bin").write_bytes(shard(echoes(30_000, 0)))
     (folder / "val.bin").write_bytes(shard(echoes(4100, 1)))
     words = changed(tiny, model_dim=64, head_dim=64, train_seq_len=512, batch_sequences=1, val_seq_len=1024, val_tokens=4096,
-                    num_iterations=45, val_loss_every=15, warmup_steps=0, seed=1, snoo_k=11, log_dir=folder / "logs",
+                    num_iterations=45, val_loss_every=15, warmup_steps=0, seed=1, snoo_k=11,
                     train_files=folder / "train.bin", val_files=folder / "val.bin")
     ways = dict(full={}, no_muon=dict(muon_lr=off),
                 nothing=dict(muon_lr=off, embed_lr=off, head_lr=off, scalar_lr=off, num_iterations=15))
-    made = {}
-    for name, fields in ways.items():
-        result = fork_ranks(changed(words, **fields), limit=3 * LIMIT)  # long for its work, not for a hang
-        assert result.returncode == 0, result.stderr
-        made[name] = [float(loss) for loss in result.losses().values()]
-    return made
+    results = run_ways({name: changed(words, log_dir=folder / name, **fields) for name, fields in ways.items()})
+    assert all(result.returncode == 0 for result in results.values()), results
+    return {name: [float(loss) for loss in result.losses().values()] for name, result in results.items()}
 
 
 def test_a_rehearsal_learns_what_only_attention_can(rehearsals):
@@ -645,41 +649,15 @@ def test_a_bad_token_that_only_rank_1_reads_ends_both(tiny, tmp_path):
 # A loss that is not finite
 
 
-def assert_stopped(result: Result, step: int) -> None:
-    """Exit code, console and log name the first bad step; nothing in the log reads as a result."""
-    assert all(code == 1 for code in result.returncodes), result.returncodes
-    assert f"step {step}/6 is not finite" in result.stderr and "Traceback" not in "".join(result.stderrs)
+def test_a_run_that_diverges_stops_at_the_next_validation(tiny, tmp_path):
+    """embed_lr 1e39 is inf in bfloat16: the first update ruins the embeddings, every later loss is nan."""
+    words = changed(tiny, log_dir=tmp_path, embed_lr=1e39, batch_sequences=1, warmup_steps=0, seed=1, val_loss_every=2)
+    result = fork_ranks(words)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "the validation loss at step 2/6 is not finite" in result.stderr
     body = result.body()
-    assert f"step {step}/6 is not finite" in body.splitlines()[-1]
-    assert not re.search(r"^step:6/6 val_loss", body, re.MULTILINE) and "nan" not in body.lower().replace("finite", "")
-    steps = [int(n) for n in re.findall(r"^step:(\d)/6 train_time", body, re.MULTILINE)]
-    assert steps[-1] <= step + 2  # found within a few steps
-    assert "peak memory" not in body and "finished" not in result.stdout and "val_loss: " not in result.stdout
-
-
-def test_a_run_that_diverges_stops_and_names_the_step(tiny, tmp_path):
-    """embed_lr 1e39 is inf in bfloat16: the first update ruins the embeddings, the loss of step 2 is nan."""
-    result = fork_ranks(changed(tiny, log_dir=tmp_path, embed_lr=1e39, batch_sequences=1, warmup_steps=0, seed=1))
-    assert_stopped(result, 2)
-
-
-POISON = """
-real, calls = t.train_step, []
-def poisoned(training, batch, step, args, ctx):
-    loss = real(training, batch, step, args, ctx)
-    calls.append(step)
-    return loss * float("{value}") if rank == {rank} and step == {step} else loss
-t.train_step = poisoned
-"""
-
-
-@pytest.mark.parametrize("rank, step, value, save", [
-    (1, 2, "nan", "false"), (0, 1, "inf", "true"), (1, 5, "nan", "true"), (0, 4, "nan", "false")])
-def test_one_ranks_bad_loss_stops_all_even_in_the_last_step(rank, step, value, save, tiny, tmp_path):
-    words = changed(tiny, log_dir=tmp_path, batch_sequences=2, warmup_steps=0, val_loss_every=0, save_final=save)
-    result = fork_ranks(words, 2, patch=POISON.format(rank=rank, step=step, value=value))
-    assert_stopped(result, step + 1)
-    assert result.stdouts[1] == "" and not list(tmp_path.glob("*/*_checkpoints/step_*"))
+    assert "the validation loss at step 2/6 is not finite" in body.splitlines()[-1]
+    assert "step:3/6" not in body and "peak memory" not in body and "finished" not in result.stdout
 
 
 def test_weights_that_the_last_step_ruins_are_not_a_result(tiny, tmp_path):
