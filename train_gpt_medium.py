@@ -65,7 +65,7 @@ class UserError(ValueError):
     assertions."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Hyperparameters and recipes. Every tuned number of a run is a field here; the comment behind a field is its
 # --help. Precedence: default < recipe < scale < explicit --field value.
 
@@ -75,7 +75,7 @@ DEFAULT_RECIPE = "2025-09-16_Snoo"
 @dataclass
 class Hyperparameters:
     # data
-    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of training shards, relative to this script
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of training shards, from this script
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of validation shards
     batch_sequences: int = 8  # sequences a step over all ranks; the world size must divide it
     train_seq_len: int = 65536  # tokens a training sequence (one micro-batch), a multiple of 128
@@ -116,7 +116,7 @@ class Hyperparameters:
     muon_momentum_steps: int = 300  # steps of the linear momentum ramp
     update_smoothing: float = 0.0  # beta of the average over Muon's updates; 0 here and at the start = off
     update_smoothing_start: float | None = None  # beta at step 0; none = update_smoothing throughout
-    update_smoothing_steps: int = 0  # steps of the linear ramp from update_smoothing_start to update_smoothing
+    update_smoothing_steps: int = 0  # steps of the linear ramp from that to update_smoothing
     update_smoothing_interpolated: bool = False  # apply beta * average + (1 - beta) * update, not the average
     # Snoo: Nesterov steps of the slow weights
     snoo: bool = True  # wrap the inner optimizers in Snoo
@@ -126,10 +126,10 @@ class Hyperparameters:
     snoo_nesterov: bool = True  # Nesterov momentum in the outer step
     # machine
     compile: bool = True  # torch.compile for model and Muon; off for the CPU rehearsal
-    coordinate_descent_tuning: bool = True  # Inductor tunes every kernel: minutes more of compiling, faster steps
-    fused_mlp: bool = False  # relu squared inside the MLP's matrix products (Triton, CUDA); not yet timed on a GPU
+    coordinate_descent_tuning: bool = True  # Inductor tunes each kernel: compiles longer, steps faster
+    fused_mlp: bool = False  # relu squared inside the MLP's products (Triton); not yet timed on a GPU
     head_chunks: int = 1  # pieces in which head and loss are computed; more pieces, less memory
-    startup_timeout: int = 3600  # seconds a rank waits for the others until training starts (compiling is silent)
+    startup_timeout: int = 3600  # seconds a rank waits for the others before training (compiling is silent)
     step_timeout: int = 300  # seconds a rank waits for the others in training before it gives up
     # bookkeeping
     seed: int | None = None  # none = draw a fresh one, and log it
@@ -140,7 +140,7 @@ class Hyperparameters:
     save_every: int = 0  # steps between checkpoints; 0 = none
     save_final: bool = False  # a checkpoint at the end
     keep_checkpoints: int = 2  # newest checkpoints kept of a run and those it continues with --resume auto
-    resume: str = ""  # a checkpoint's folder, or auto = the newest of the unfinished runs of this run_name, if there is one
+    resume: str = ""  # a checkpoint's folder; auto = the newest of this run_name's unfinished runs, if any
     resume_anyway: bool = False  # resume although source or hyperparameters differ; the log says which
 
 
@@ -297,8 +297,7 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
             rule(holds(getattr(args, name)), f"--{name} {getattr(args, name)}", text)
 
     each("batch_sequences num_iterations snoo_k head_chunks num_heads head_dim model_dim keep_checkpoints "
-         "startup_timeout "
-         "step_timeout", lambda v: v >= 1, "must be at least 1")
+         "startup_timeout step_timeout", lambda v: v >= 1, "must be at least 1")
     each("train_seq_len val_seq_len window_max", lambda v: v >= 128 and v % 128 == 0,
          "must be a positive multiple of 128")
     each("muon_momentum_start muon_momentum_end snoo_momentum adam_beta1 adam_beta2 update_smoothing",
@@ -307,11 +306,10 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
          "must be positive")
     each("cooldown_frac final_lr_scale", lambda v: 0 <= v <= 1, "must lie in [0, 1]")
     each("adam_weight_decay muon_weight_decay mlp_decay_multiplier val_loss_every warmup_steps "
-         "muon_momentum_steps save_every "
-         "update_smoothing_steps eot_token", lambda v: v >= 0, "must not be negative")
+         "muon_momentum_steps save_every update_smoothing_steps "
+         "eot_token", lambda v: v >= 0, "must not be negative")
     rule(args.num_layers >= 12, f"--num_layers {args.num_layers}", "must be at least 12 (value embeddings "
-         "feed the first "
-         "and the last five blocks, skip connections reach block 11)")
+         "feed the first and the last five blocks, skip connections reach block 11)")
     rule(args.seed is None or 0 <= args.seed < 2**63, f"--seed {args.seed}", "must lie in [0, 2^63)")
     rule(args.run_id is None or 0 <= args.run_id, f"--run_id {args.run_id}", "must not be negative")
     rule(re.fullmatch(r"[\w.+-]+", args.run_name) is not None and args.run_name.strip(".") != "",
@@ -333,8 +331,8 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
          "the number of ranks must divide batch_sequences, so that every rank takes as many sequences")
     val_batch = world_size * args.val_seq_len
     rule(args.val_tokens > 0 and args.val_tokens % max(val_batch, 1) == 0, f"--val_tokens {args.val_tokens}",
-         f"must be a positive multiple of the validation batch of {val_batch} tokens ({world_size} ranks * val_seq_len "
-         f"{args.val_seq_len})")
+         f"must be a positive multiple of the validation batch of {val_batch} tokens ({world_size} ranks * "
+         f"val_seq_len {args.val_seq_len})")
     start = args.update_smoothing_start
     rule(start is None or 0 <= start < 1, f"--update_smoothing_start {start}", "must lie in [0, 1)")
     rule((start is None) == (args.update_smoothing_steps == 0),
@@ -361,7 +359,7 @@ def local_path(path: str) -> Path:
     except RuntimeError:
         raise UserError(f"{path}: there is no such home folder") from None
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Distributed set-up, signals and the run log. One rank is world size 1, with no process group.
 
 
@@ -403,7 +401,7 @@ def environment_ranks() -> tuple[int, int, int]:
         rank, local, world = (int(os.environ.get(k, d)) for k,
                               d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     except ValueError as e:
-        raise UserError(f"RANK, LOCAL_RANK and WORLD_SIZE in the environment must be whole numbers: {e}") from None
+        raise UserError(f"RANK, LOCAL_RANK and WORLD_SIZE must be whole numbers: {e}") from None
     if not 0 <= rank < world:
         raise UserError(f"RANK {rank} in the environment must lie in [0, WORLD_SIZE = {world})")
     return rank, local, world
@@ -414,7 +412,7 @@ def start_distributed(args: Hyperparameters, rank: int, local_rank: int, world_s
     training."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda and local_rank < torch.cuda.device_count():  # local_checks has found the rank without a GPU, agree() says so
+    if cuda and local_rank < torch.cuda.device_count():  # else agree() says so
         torch.cuda.set_device(device)
     if world_size == 1:
         return Distributed(rank, local_rank, world_size, device)
@@ -459,8 +457,8 @@ class RunLog:
                 path.unlink()
                 raise
         except OSError as e:
-            raise UserError(f"{path}: the run's log cannot be written there ({e.strerror}); --log_dir names another "
-                            "folder") from None
+            raise UserError(f"{path}: the run's log cannot be written there ({e.strerror}); --log_dir names "
+                            f"another folder") from None
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX
                         | fcntl.LOCK_NB)  # the kernel drops it when the process ends, see is_running
@@ -566,11 +564,13 @@ class Watch:
 
     SIGINT and SIGTERM: outside of training the rank ends at once. In training the step is finished, and all
     ranks leave after the same one: the agreement is one int32 over gloo, started at one step and read at the
-    next, which costs the device nothing. A second signal ends the rank at once. So does a step that outlives STOP_GRACE, or no step in step_timeout seconds:
-    these are failures, and the log says where each rank stands. A launcher that dies counts as SIGTERM."""
+    next, which costs the device nothing. A second signal ends the rank at once. So does a step that outlives
+    STOP_GRACE, or no step in step_timeout seconds: these are failures, and the log says where each rank
+    stands. A launcher that dies counts as SIGTERM."""
 
     def __init__(self, ctx: Distributed, step_timeout: int) -> None:
-        self.ctx, self.limit, self.log, self.how_to_resume = ctx, step_timeout, RunLog(None), "nothing was saved"
+        self.ctx, self.limit = ctx, step_timeout
+        self.log, self.how_to_resume = RunLog(None), "nothing was saved"
         self.step, self.beat, self.training, self.ending = 0, 0.0, False, False
         self.signum, self.since = 0, 0.0
         self.flag = torch.zeros(1, dtype=torch.int32)
@@ -695,7 +695,7 @@ def log_header(command: Command, ctx: Distributed, source: bytes, shards: list[S
     lines += [f"data: {shard.path} {shard.num_tokens} tokens" for shard in shards]
     return [*lines, f"gpus: {gpus}"]
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Data: FineWeb shards (256 int32 of header, then uint16 tokens) and the one global token stream that the
 # rules fix.
 
@@ -729,8 +729,8 @@ def check_shard(path: str | os.PathLike) -> Shard:
     if num_tokens < 1:
         raise UserError(f"{path}: the header counts {num_tokens} tokens; a shard has at least one")
     if size != HEADER_BYTES + 2 * num_tokens:
-        raise UserError(f"{path}: the header promises {num_tokens} tokens, {HEADER_BYTES + 2 * num_tokens} bytes, but the "
-                        f"file has {size}; {again}")
+        raise UserError(f"{path}: the header promises {num_tokens} tokens, {HEADER_BYTES + 2 * num_tokens} "
+                        f"bytes, but the file has {size}; {again}")
     return Shard(path, num_tokens)
 
 
@@ -738,7 +738,8 @@ def load_shard(path: str | os.PathLike) -> Tensor:
     """Memory-map one shard: a 1-D uint16 tensor of its tokens. Raises UserError (a ValueError) as check_shard
     does."""
     shard = check_shard(path)
-    # not torch.from_file, which takes only names that are UTF-8; "c", a private map, because torch wants it writable
+    # not torch.from_file, which takes only names that are UTF-8; "c", a private map, because torch wants it
+    # writable
     return torch.from_numpy(np.memmap(path, "<u2", "c", HEADER_BYTES, (shard.num_tokens,)))
 
 
@@ -746,8 +747,8 @@ def find_shards(pattern: str) -> list[Shard]:
     """The checked shards that match a glob, in name order."""
     paths = sorted(glob.glob(str(local_path(pattern)), recursive=True))
     if not paths:
-        raise UserError(f"{local_path(pattern)}: no shard matches; fetch the record's with: python data/cached_fineweb10B.py "
-                        "30, the rehearsal's with: python data/rehearsal.py")
+        raise UserError(f"{local_path(pattern)}: no shard matches; fetch the record's with: python "
+                        f"data/cached_fineweb10B.py 30, the rehearsal's with: python data/rehearsal.py")
     return [check_shard(path) for path in paths]
 
 
@@ -763,12 +764,13 @@ def check_enough(shards: list[Shard], batch_tokens: int, needed: int, what: str,
         return
     per_shard = max(counts)
     if per_shard:
-        want = (f"at {per_shard} batches a shard the run needs {math.ceil(needed / per_shard)} shards; fetch more with: python "
-                f"data/cached_fineweb10B.py {math.ceil(needed / per_shard)}, or shorten the run")
+        want = (f"at {per_shard} batches a shard the run needs {math.ceil(needed / per_shard)} shards; fetch "
+                f"more with: python data/cached_fineweb10B.py {math.ceil(needed / per_shard)}, or shorten "
+                "the run")
     else:
         want = "no shard is longer than one batch"
-    raise UserError(f"{what}: {needed} batches of {batch_tokens} tokens are needed, but the {len(shards)} shards of {pattern} "
-                    f"give {sum(counts)}; {want}")
+    raise UserError(f"{what}: {needed} batches of {batch_tokens} tokens are needed, but the {len(shards)} "
+                    f"shards of {pattern} give {sum(counts)}; {want}")
 
 
 def token_batches(pattern: str, batch_tokens: int, rank: int = 0, world_size: int = 1, skip: int = 0,
@@ -791,8 +793,8 @@ def token_batches(pattern: str, batch_tokens: int, rank: int = 0, world_size: in
             start = batch * batch_tokens + rank * length
             piece = tokens[start: start + length + 1].to(torch.int32)
             if (largest := int(piece.max())) >= vocab_size:
-                raise UserError(f"{shard.path}: token id {largest} among tokens {start} to {start + length}, but vocab_size "
-                                f"is {vocab_size}")
+                raise UserError(f"{shard.path}: token id {largest} among tokens {start} to {start + length}, "
+                                f"but vocab_size is {vocab_size}")
             yield piece[:-1], piece[1:].to(torch.int64)
         skip = 0
 
@@ -804,7 +806,7 @@ def to_device(batch: tuple[Tensor, Tensor], ctx: Distributed) -> tuple[Tensor, T
     inputs, targets = (t.pin_memory().to(ctx.device, non_blocking=True) for t in batch)
     return inputs, targets
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Attention masks: causal, within a document, and no further back than the window, in blocks of 128 tokens.
 
 BLOCK = 128
@@ -878,7 +880,7 @@ def attention_masks(docs: Tensor, window: Tensor) -> tuple[BlockMask | Tensor, B
     long, short = (block_mask(w) for w in windows)
     return long, short
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Model. Its arithmetic follows its parameters: bf16 ones give the record's run, .double() a float64 model
 # throughout. On a CPU, which multiplies bf16 10 to 100 times more slowly, bf16 products run in float32:
 # product_dtype is the place.
@@ -930,8 +932,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def mix(*pairs: tuple[Tensor, Tensor]) -> Tensor:
     """The sum of weight * x over pairs of a 0-d weight and an x (..., dim), in x's dtype.
 
-    Each weight is spread over the rows first. So its gradient is summed within rows and then over them, and the
-    first sum joins the kernel of a norm, which holds the same rows: no pass of its own over x (6.5 GB a step)."""
+    Each weight is spread over the rows first. So its gradient is summed within rows and then over them, and
+    the first sum joins the kernel of a norm, which holds the same rows: no pass of its own over x (6.5 GB a
+    step)."""
     terms = [weight.expand(*x.shape[:-1], 1) * x for weight, x in pairs]
     return sum(terms[1:], terms[0]).to(pairs[0][1].dtype)
 
@@ -966,9 +969,9 @@ if triton is not None:
     def relu_squared_product_kernel(a, b, out, act, N, K, stride_bk, stride_bn, BACKWARD: tl.constexpr,
                                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                                     GROUP: tl.constexpr):
-        """A tile of out = relu(a b)^2, or BACKWARD of out = (a b) * 2 sqrt(act): the gradient of relu squared,
-        which needs only its own output. a (M, K) and out (M, N) are contiguous, b (K, N) has any strides, sizes
-        are whole tiles."""
+        """A tile of out = relu(a b)^2, or BACKWARD of out = (a b) * 2 sqrt(act): the gradient of relu
+        squared, which needs only its own output. a (M, K) and out (M, N) are contiguous, b (K, N) has any
+        strides, sizes are whole tiles."""
         # programs go down GROUP rows of tiles before the next column: tiles of b stay in the L2 cache
         pid, columns = tl.program_id(0), N // BLOCK_N
         first = pid // (GROUP * columns) * GROUP
@@ -997,8 +1000,8 @@ if triton is not None:
 @torch.library.custom_op("train_gpt_medium::relu_squared_product", mutates_args=(),
                          schema="(Tensor a, Tensor b, Tensor? act) -> Tensor")
 def relu_squared_product(a: Tensor, b: Tensor, act: Tensor | None = None) -> Tensor:
-    """relu(a b)^2 in one kernel, or with act = relu(h)^2 the gradient (a b) * 2 relu(h). a (M, K), b (K, N); M must
-    be a multiple of 128, N of 256, K of 64, and M * N below 2^31."""
+    """relu(a b)^2 in one kernel, or with act = relu(h)^2 the gradient (a b) * 2 relu(h). a (M, K), b (K, N);
+    M must be a multiple of 128, N of 256, K of 64, and M * N below 2^31."""
     (M, K), N = a.shape, b.size(1)
     assert M % 128 == 0 and N % 256 == 0 and K % 64 == 0 and M * N < 2**31
     out = torch.empty(M, N, dtype=a.dtype, device=a.device)
@@ -1136,7 +1139,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def rotary(self, length: int) -> tuple[Tensor, Tensor]:
-        if self.cos.dtype == torch.float64:  # a float64 model gets float64 angles: a float32 table cast up is none
+        if self.cos.dtype == torch.float64:  # a float32 table cast up would not do
             return rotary_table(length, self.head_dim, torch.float64, self.cos.device)
         return self.cos[:length], self.sin[:length]
 
@@ -1170,7 +1173,8 @@ class GPT(nn.Module):
         return x[0]
 
     def forward(self, input_seq: Tensor, target_seq: Tensor, sliding_window_num_blocks: Tensor) -> Tensor:
-        assert input_seq.ndim == 1 and input_seq.numel() % BLOCK == 0 and input_seq.numel() <= self.cos.size(0)
+        assert input_seq.ndim == 1 and input_seq.numel() % BLOCK == 0
+        assert input_seq.numel() <= self.cos.size(0), "longer than max_seq_len"
         x = self.hidden(input_seq, sliding_window_num_blocks)
         if self.training and torch.is_grad_enabled():
             return HeadLoss.apply(x, self.lm_head_w, target_seq, self.logit_softcap, self.head_chunks)
@@ -1179,7 +1183,7 @@ class GPT(nn.Module):
                   for xs, ts in zip(x.chunk(self.eval_head_chunks), target_seq.chunk(self.eval_head_chunks))]
         return sum(pieces) / x.size(0)
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Muon: momentum, orthogonalised by Newton-Schulz, on float32 master weights split over two 16-bit halves.
 # Communication plan: matrix i of the sorted list belongs to rank i % world_size. Same-shape matrices form a
 # bucket; per bucket one reduce-scatter brings each owner the mean gradients of its matrices as one stack, the
@@ -1223,7 +1227,8 @@ def split_halves(master: Tensor) -> tuple[Tensor, Tensor]:
     """float32 -> (bf16 upper half, uint16 lower half). The upper half truncates; it is not the nearest
     bf16."""
     bits = master.view(torch.int32)
-    return (bits >> 16).to(torch.int16).view(torch.bfloat16), (bits & 0xFFFF).to(torch.int16).view(torch.uint16)
+    high, low = (bits >> 16).to(torch.int16), (bits & 0xFFFF).to(torch.int16)
+    return high.view(torch.bfloat16), low.view(torch.uint16)
 
 
 def muon_update(weight: Tensor, grad: Tensor, low: Tensor, momentum: Tensor, smoothing: Tensor | None,
@@ -1282,7 +1287,8 @@ class Muon(torch.optim.Optimizer):
         pairs = [(p, g) for g in self.param_groups for p in g["params"]]
         for p, _ in pairs:
             if p.ndim < 2 or p.dtype != torch.bfloat16:
-                raise ValueError(f"Muon takes bf16 matrices or stacks of them, not {p.dtype} of shape {tuple(p.shape)}")
+                raise ValueError(f"Muon takes bf16 matrices or stacks of them, not {p.dtype} of shape "
+                                 f"{tuple(p.shape)}")
         pairs.sort(key=lambda pair: pair[0].shape, reverse=True)  # stable: by shape, the largest first
         self.matrices = [p for p, _ in pairs]
         self.buckets: list[Bucket] = []
@@ -1372,20 +1378,23 @@ class Muon(torch.optim.Optimizer):
         for i in (i for b in self.buckets for i in b.slots[self.rank]):
             theirs, ours = state_dict["state"].get(i), self.state[self.matrices[i]]
             if theirs is None or theirs.keys() != ours.keys():
-                raise ValueError(f"Muon's matrix {i} needs the state {sorted(ours)}, found {sorted(theirs or {})}")
+                raise ValueError(f"Muon's matrix {i} needs the state {sorted(ours)}, found "
+                                 f"{sorted(theirs or {})}")
             for name, tensor in ours.items():
                 if theirs[name].shape != tensor.shape or theirs[name].dtype != tensor.dtype:
-                    raise ValueError(f"Muon's {name} of matrix {i}: {theirs[name].dtype} {tuple(theirs[name].shape)} does not "
-                                     f"fit {tensor.dtype} {tuple(tensor.shape)}")
+                    raise ValueError(f"Muon's {name} of matrix {i}: {theirs[name].dtype} "
+                                     f"{tuple(theirs[name].shape)} does not fit {tensor.dtype} "
+                                     f"{tuple(tensor.shape)}")
                 pairs.append((tensor, theirs[name]))
         if len(state_dict["param_groups"]) != len(self.param_groups):
-            raise ValueError(f"Muon has {len(self.param_groups)} groups, found {len(state_dict['param_groups'])}")
+            raise ValueError(f"Muon has {len(self.param_groups)} groups, found "
+                             f"{len(state_dict['param_groups'])}")
         for tensor, new in pairs:
             tensor.copy_(new)
         for group, new in zip(self.param_groups, state_dict["param_groups"]):
             group.update(new)
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Snoo, the Sparse Nesterov Outer Optimizer: torch only, to be pasted into any trainer.
 
 
@@ -1410,7 +1419,8 @@ class Snoo:
                  nesterov: bool = True,
                  piece_elements: int = 64 * 2**20) -> None:
         if not lr > 0 or not 0 <= momentum < 1 or k < 1 or k != int(k):
-            raise ValueError(f"Snoo needs lr > 0, 0 <= momentum < 1 and a whole k >= 1, not lr {lr}, momentum {momentum}, k {k}")
+            raise ValueError(f"Snoo needs lr > 0, 0 <= momentum < 1 and a whole k >= 1, not lr {lr}, "
+                             f"momentum {momentum}, k {k}")
         self.params = list(model.parameters() if isinstance(model, nn.Module) else model)
         if not self.params:
             raise ValueError("Snoo needs at least one parameter")
@@ -1473,8 +1483,9 @@ class Snoo:
                 if t is None and name == "momentum_buffer":
                     continue
                 if t.shape != p.shape or t.dtype != p.dtype:
-                    raise ValueError(f"Snoo's {name}[{i}] is {t.dtype} {tuple(t.shape)}, but its parameter is {p.dtype} "
-                                     f"{tuple(p.shape)}: another model, or another order of parameters")
+                    raise ValueError(f"Snoo's {name}[{i}] is {t.dtype} {tuple(t.shape)}, but its parameter "
+                                     f"is {p.dtype} {tuple(p.shape)}: another model, or another order of "
+                                     "parameters")
         self.lr, self.momentum, self.k = state_dict["lr"], state_dict["momentum"], state_dict["k"]
         self.current_step = state_dict["current_step"]
         self.nesterov = optimizer["param_groups"][0]["nesterov"]
@@ -1483,7 +1494,7 @@ class Snoo:
         self.momentum_buf = [None if b is None else torch.empty_like(p).copy_(b) for b,
                              p in zip(buffers, self.params)]
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Optimizer groups, and the schedules, which are pure functions of the step.
 
 
@@ -1496,8 +1507,8 @@ def build_optimizers(model: GPT, args: Hyperparameters, rank: int = 0, world_siz
     attention = [a.qkvo_w for a in model.attentions.values()]
     mlp = [w for m in model.mlps for w in (m.fc_w, m.proj_w)]
     covered = [id(p) for part in (head, scalars, embeds, attention, mlp) for p in part]
-    assert sorted(covered) == sorted(id(p)
-                                     for p in model.parameters()), "groups must cover each parameter exactly once"
+    everything = [id(p) for p in model.parameters()]
+    assert sorted(covered) == sorted(everything), "groups must cover each parameter exactly once"
     adam = torch.optim.AdamW(
         [dict(params=ps, lr=lr, base_lr=lr) for ps, lr in ((head, args.head_lr), (embeds, args.embed_lr),
                                                            (scalars, args.scalar_lr))],
@@ -1555,7 +1566,7 @@ def outer_steps(args: Hyperparameters) -> tuple[int, int]:
     count = -(-args.num_iterations // args.snoo_k)
     return count, args.num_iterations - ((count - 1) * args.snoo_k + 1)
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Training step. Here the parts meet; the loop below only adds clock, log and cadence.
 
 
@@ -1581,7 +1592,7 @@ class Training:
     def load(self, state: dict[str, typing.Any]) -> None:
         """The inverse of state()."""
         self.model.load_state_dict(state["model"])
-        self.adam.load_state_dict(state["adam"])  # its state has its parameters' dtypes, so that the cast changes nothing
+        self.adam.load_state_dict(state["adam"])  # in its parameters' dtypes: the cast is none
         self.muon.load_state_dict(state["muon"])
         if self.snoo:
             self.snoo.load_state_dict(state["snoo"])
@@ -1646,7 +1657,7 @@ def train_step(training: Training, batch: tuple[Tensor, Tensor], step: int, args
     training.model.zero_grad(set_to_none=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Kernel warm-up and validation.
 
 
@@ -1681,7 +1692,7 @@ def warm_up(training: Training, args: Hyperparameters, ctx: Distributed) -> None
         training.load(before)
     ctx.synchronize()
     if ctx.world_size > 1:
-        dist.barrier()  # in the default group, which waits for the slowest compiler; from here on the short limit holds
+        dist.barrier()  # of the default group, which waits for the slowest compiler
         training.group = ctx.group
         dist.barrier(group=ctx.group)
     if ctx.device.type == "cuda":
@@ -1706,7 +1717,7 @@ def validate(training: Training, step: int, args: Hyperparameters, ctx: Distribu
         dist.all_reduce(total, dist.ReduceOp.AVG, group=training.group)
     return float(total)
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Comparison with a published run.
 
 
@@ -1728,7 +1739,8 @@ class Published:
             return ""
         mean, sd = float(np.mean(self.finals)), float(np.std(self.finals, ddof=1))
         z = f" z {(loss - mean) / sd:+.2f}" if sd > 0 else ""
-        return f"final val_loss {loss:.6f}; published runs: n {len(self.finals)} mean {mean:.6f} sd {sd:.6f}{z}"
+        return (f"final val_loss {loss:.6f}; published runs: n {len(self.finals)} mean {mean:.6f} sd {sd:.6f}"
+                f"{z}")
 
 
 def read_column(path: Path, columns: tuple[str, ...]) -> list[tuple[float, ...]]:
@@ -1737,13 +1749,15 @@ def read_column(path: Path, columns: tuple[str, ...]) -> list[tuple[float, ...]]
         with open(path, newline="", encoding="utf-8") as f:
             reader = csv.DictReader(f)
             if not set(columns) <= set(reader.fieldnames or ()):
-                raise UserError(f"{path}: needs the columns {', '.join(columns)}, found {', '.join(reader.fieldnames or ['nothing'])}")
+                raise UserError(f"{path}: needs the columns {', '.join(columns)}, found "
+                                f"{', '.join(reader.fieldnames or ['nothing'])}")
             rows = []
             for row in reader:
                 try:
                     rows.append(tuple(_parse_finite(row[c]) for c in columns))
                 except (TypeError, ValueError):
-                    raise UserError(f"{path}, line {reader.line_num}: {', '.join(columns)} must be finite numbers") from None
+                    raise UserError(f"{path}, line {reader.line_num}: {', '.join(columns)} must be finite "
+                                    f"numbers") from None
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise UserError(f"{path}: cannot be read ({e})") from None
     return rows
@@ -1766,8 +1780,8 @@ def read_published(path: Path) -> Published:
                            re.MULTILINE)  # whole lines only
         curve, finals = {int(step): float(loss) for step, loss in found}, []
     if not curve:
-        raise UserError(f"{path}: holds no validation loss to compare with; --compare_with wants a curve.csv with the columns "
-                        "step and val_loss, a log, recipe or none")
+        raise UserError(f"{path}: holds no validation loss to compare with; --compare_with wants a curve.csv "
+                        f"with the columns step and val_loss, a log, recipe or none")
     return Published(curve, finals)
 
 
@@ -1777,7 +1791,9 @@ def find_published(command: Command) -> tuple[Published | None, str]:
     wanted = command.args.compare_with
     if wanted == "none":
         return None, "comparison: none"
-    path = ROOT / "records" / "track_2_medium" / command.recipe / "curve.csv" if wanted == "recipe" else local_path(wanted)
+    path = local_path(wanted)
+    if wanted == "recipe":
+        path = ROOT / "records" / "track_2_medium" / command.recipe / "curve.csv"
     if wanted == "recipe" and not path.exists():
         return None, f"comparison: none, there is no {path}"
     changed = [n for n, v in command.overrides.items() if n not in BOOKKEEPING
@@ -1785,12 +1801,12 @@ def find_published(command: Command) -> tuple[Published | None, str]:
     differs = f"; this run differs in {', '.join(changed)}" if changed else ""
     return read_published(path), f"comparison: {path}{differs}"
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Checkpoints: a folder in which rank 0 writes what all ranks hold and each rank its own Muon shard. Written
 # aside, then renamed: complete or invisible. Read with weights_only: loading runs no code from the files.
 
 CHECKPOINT_FORMAT = 2
-FINISHED = "finished"  # an empty file of this name in a run's folder of checkpoints: --resume auto passes it over
+FINISHED = "finished"  # an empty file in a run's checkpoints: --resume auto passes it over
 
 
 @dataclass
@@ -1799,7 +1815,7 @@ class Progress:
     step: int = 0
     train_time_ms: float = 0.0
     val_losses: list[list[float]] = dataclasses.field(default_factory=list)  # [step, loss]
-    kept: list[str] = dataclasses.field(default_factory=list)  # older checkpoints that are still there, oldest first
+    kept: list[str] = dataclasses.field(default_factory=list)  # older checkpoints still there
 
 
 def sync_folder(folder: Path) -> None:
@@ -1872,7 +1888,8 @@ def save_checkpoint(training: Training, progress: Progress, about: dict[str, typ
             if problem is None:
                 missing = [r for r in range(ctx.world_size) if not (aside / f"muon_{r}.pt").exists()]
                 if missing:
-                    raise OSError(2, f"ranks {missing} wrote elsewhere; checkpoints need a folder that all nodes share")
+                    raise OSError(2, f"ranks {missing} wrote elsewhere; checkpoints need a folder that all "
+                                  f"nodes share")
                 sync_folder(aside)
                 os.rename(aside, final)
                 sync_folder(folder)
@@ -1922,8 +1939,8 @@ def find_checkpoint(args: Hyperparameters) -> Path | None:
     found = []
     for path in (local_path(args.log_dir) / args.run_name).glob("*_checkpoints/step_*"):
         try:
-            if re.fullmatch(r"step_\d{6,}",
-                            path.name) and not (path.parent / FINISHED).exists() and not is_running(path.parent):
+            ended = (path.parent / FINISHED).exists()
+            if re.fullmatch(r"step_\d{6,}", path.name) and not ended and not is_running(path.parent):
                 found.append(((path / "shared.pt").stat().st_mtime_ns, path))
         except OSError:  # deleted meanwhile, or none of ours
             pass
@@ -1938,7 +1955,8 @@ def load_tensors(path: Path) -> dict[str, typing.Any]:
     except OSError as e:
         raise UserError(f"{path}: the checkpoint cannot be read ({e.strerror or e})") from None
     except Exception as e:  # a cut, foreign or hostile file fails in ways that torch does not list
-        raise UserError(f"{path}: not a whole checkpoint file ({type(e).__name__}: {str(e).splitlines()[0][:200]})") from None
+        raise UserError(f"{path}: not a whole checkpoint file ({type(e).__name__}: "
+                        f"{str(e).splitlines()[0][:200]})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a checkpoint of this program ({type(value).__name__} inside)")
     return value
@@ -1954,11 +1972,13 @@ PARTS = dict(format=int, step=int, train_time_ms=float, val_losses=list, kept=li
 def read_checkpoint(folder: Path) -> dict[str, typing.Any]:
     """Everything in a checkpoint's folder, Muon's shards joined. UserError when it is not a whole one."""
     if not (folder / "shared.pt").is_file():
-        raise UserError(f"{folder}: no checkpoint is there (a folder step_NNNNNN with shared.pt and a muon_N.pt a rank)")
+        raise UserError(f"{folder}: no checkpoint is there (a folder step_NNNNNN with shared.pt and a "
+                        f"muon_N.pt a rank)")
     shared = load_tensors(folder / "shared.pt")
     wrong = [name for name, kind in PARTS.items() if not isinstance(shared.get(name), kind)]
     if wrong or shared["format"] != CHECKPOINT_FORMAT or shared["world_size"] < 1 or shared["step"] < 0:
-        raise UserError(f"{folder / 'shared.pt'}: not a checkpoint of format {CHECKPOINT_FORMAT} of this program"
+        raise UserError(f"{folder / 'shared.pt'}: not a checkpoint of format {CHECKPOINT_FORMAT} of this "
+                        f"program"
                         + (f" (no good: {', '.join(wrong)})" if wrong else ""))
     shards = [load_tensors(folder / f"muon_{r}.pt") for r in range(shared["world_size"])]
     if any(not isinstance(shard.get(name), kind) for shard in shards for name,
@@ -1975,11 +1995,12 @@ def open_checkpoint(args: Hyperparameters) -> tuple[Path | None, dict[str, typin
         try:
             saved = read_checkpoint(folder)
         except UserError:
-            if args.resume == "auto" and not folder.exists():  # another run deleted it meanwhile: there is a newer one
+            if args.resume == "auto" and not folder.exists():  # deleted meanwhile: a newer one is there
                 continue
             raise
         # "newest K are kept" holds over all runs that auto has chained; what the user named stays
-        saved["kept"] = [*saved["kept"], f"{folder.parent.name}/{folder.name}"] if args.resume == "auto" else []
+        chain = [*saved["kept"], f"{folder.parent.name}/{folder.name}"]
+        saved["kept"] = chain if args.resume == "auto" else []
         return folder, saved
     return None, None
 
@@ -2001,7 +2022,8 @@ def check_resumable(saved: dict[str, typing.Any], args: Hyperparameters, source:
     resume_anyway."""
     ours, theirs = dataclasses.asdict(args), saved["hyperparameters"]
     if saved["step"] > args.num_iterations:
-        raise UserError(f"{folder}: it stands at step {saved['step']}, past --num_iterations {args.num_iterations}")
+        raise UserError(f"{folder}: it stands at step {saved['step']}, past --num_iterations "
+                        f"{args.num_iterations}")
     differing = [f"{n}: {theirs.get(n, 'absent')} there, {ours.get(n, 'absent')} here"
                  for n in sorted(ours.keys() | theirs.keys())
                  if n not in BOOKKEEPING and ours.get(n, "absent") != theirs.get(n, "absent")]
@@ -2011,7 +2033,8 @@ def check_resumable(saved: dict[str, typing.Any], args: Hyperparameters, source:
     if saved["step"] < args.num_iterations and saved["data_position"] != position:
         differing.append(f"position in the training data: {saved['data_position']} there, {position} here")
     if differing and not args.resume_anyway:
-        raise UserError(f"{folder}: that run is another one; --resume_anyway true takes what fits. Different:\n       "
+        raise UserError(f"{folder}: that run is another one; --resume_anyway true takes what fits. "
+                        f"Different:\n       "
                         + "\n       ".join(differing))
     return differing
 
@@ -2020,7 +2043,8 @@ def check_adam_state(optimizer: torch.optim.AdamW, state: dict[str, typing.Any])
     """ValueError unless each parameter has its state; load_state_dict itself would take any."""
     for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
         theirs = {name: (t.dtype, t.shape) for name, t in state["state"].get(i, {}).items()}
-        wanted = dict(step=(torch.float32, torch.Size()), exp_avg=(p.dtype, p.shape), exp_avg_sq=(p.dtype, p.shape))
+        wanted = dict(step=(torch.float32, torch.Size()), exp_avg=(p.dtype, p.shape),
+                      exp_avg_sq=(p.dtype, p.shape))
         if theirs != wanted:
             raise ValueError(f"AdamW's parameter {i} needs the state {wanted}, found {theirs}")
 
@@ -2065,7 +2089,7 @@ def resume(training: Training, saved: dict[str, typing.Any], args: Hyperparamete
             lines.append(f"{part}'s state not taken ({' '.join(str(e).split())[:300]})")
     return lines
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The run: checks, set-up, loop. One clock: it starts after the warm-up and stands still in validation and
 # saving.
 
@@ -2089,16 +2113,16 @@ class Clock:
         return self.before + 1e3 * (time.perf_counter() - self.since)
 
 
-def local_checks(command: Command, source: bytes, rank: int, local_rank: int, world_size: int) -> dict[str,
-                                                                                                       typing.Any]:
+def local_checks(command: Command, source: bytes, rank: int, local_rank: int, world_size: int
+                 ) -> dict[str, typing.Any]:
     """All that this rank can find wrong before any process group or model exists. UserError, or what was
     found."""
     args = command.args
     if torch.cuda.is_available() and local_rank >= torch.cuda.device_count():
-        raise UserError(f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are there; start at most that many "
-                        "ranks a node (NPROC=N ./run.sh, or --nproc_per_node=N)")
+        raise UserError(f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are there; start "
+                        f"at most that many ranks a node (NPROC=N ./run.sh, or --nproc_per_node=N)")
     if args.fused_mlp and not (torch.cuda.is_available() and triton is not None):
-        raise UserError("--fused_mlp true: its kernel is Triton's and needs a CUDA GPU and the package triton")
+        raise UserError("--fused_mlp true: its kernel needs a CUDA GPU and the package triton")
     train, val = find_shards(args.train_files), find_shards(args.val_files)
     batch_tokens, val_batch = args.batch_sequences * args.train_seq_len, world_size * args.val_seq_len
     check_enough(train, batch_tokens, args.num_iterations, "training", args.train_files)
@@ -2109,7 +2133,8 @@ def local_checks(command: Command, source: bytes, rank: int, local_rank: int, wo
         existing = next(p for p in (folder, *folder.parents) if p.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"{folder}: the run's log cannot be written there ({existing} is "
-                            f"{'not writable' if existing.is_dir() else 'not a folder'}); --log_dir names another folder")
+                            f"{'not writable' if existing.is_dir() else 'not a folder'}); --log_dir names "
+                            f"another folder")
     found = dict(train=train, shards=[*train, *val], published=published, comparison=comparison,
                  folder=folder, differing=[],
                  checkpoint=None, saved=None)
@@ -2124,14 +2149,15 @@ def plan(command: Command, world_size: int) -> list[str]:
     """What the run will do, in a few lines for the console and the log."""
     args = command.args
     batch_tokens = args.batch_sequences * args.train_seq_len
-    lines = [f"recipe {command.recipe}, scale {command.scale}, {world_size} ranks, {args.batch_sequences // world_size} "
-             "micro-batches each",
-             f"tokens: {args.num_iterations} steps of {batch_tokens} = {args.num_iterations * batch_tokens / 1e6:.1f} million; "
-             f"validation {args.val_tokens / 1e6:.2f} million"]
+    lines = [f"recipe {command.recipe}, scale {command.scale}, {world_size} ranks, "
+             f"{args.batch_sequences // world_size} micro-batches each",
+             f"tokens: {args.num_iterations} steps of {batch_tokens} = "
+             f"{args.num_iterations * batch_tokens / 1e6:.1f} million; validation "
+             f"{args.val_tokens / 1e6:.2f} million"]
     if args.snoo:
         count, trailing = outer_steps(args)
-        lines.append(f"snoo: {count} outer steps, every {args.snoo_k} inner steps from the first on; {trailing} inner steps "
-                     "trail the last one")
+        lines.append(f"snoo: {count} outer steps, every {args.snoo_k} inner steps from the first on; "
+                     f"{trailing} inner steps trail the last one")
     return lines
 
 
@@ -2150,9 +2176,11 @@ def peak_memory(ctx: Distributed) -> str:
 def failure_text(error: Exception, rank: int, step: int, ctx: Distributed) -> str:
     text = " ".join(str(error).split())[:1000] or "no message"
     if isinstance(error, torch.OutOfMemoryError):
-        return (f"rank {rank} ran out of GPU memory at step {step} ({peak_memory(ctx)}); lower it with --head_chunks 8 (logits), "
-                f"--train_seq_len (activations) or --val_seq_len, or --snoo false (two copies of the model); {text}")
-    return f"rank {rank} failed at step {step}: {'' if isinstance(error, UserError) else type(error).__name__ + ': '}{text}"
+        return (f"rank {rank} ran out of GPU memory at step {step} ({peak_memory(ctx)}); lower it with "
+                f"--head_chunks 8 (logits), --train_seq_len (activations) or --val_seq_len, or --snoo false "
+                f"(two copies of the model); {text}")
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return f"rank {rank} failed at step {step}: {kind}{text}"
 
 
 def is_symptom(error: Exception) -> bool:
@@ -2201,10 +2229,11 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
                                     "diverged")
                 progress.val_losses = [pair for pair in progress.val_losses
                                        if pair[0] < step] + [[step, loss]]
+                average = progress.train_time_ms / max(step, 1)
                 line = (f"step:{step}/{total} val_loss:{loss:.6f} train_time:{progress.train_time_ms:.0f}ms "
-                        f"step_avg:{progress.train_time_ms / max(step, 1):.2f}ms{published.remark(step, loss) if published else ''}")
+                        f"step_avg:{average:.2f}ms{published.remark(step, loss) if published else ''}")
                 log.write(line)
-                left = progress.train_time_ms / max(step, 1) * (total - step) / 6e4
+                left = average * (total - step) / 6e4
                 if ctx.rank == 0:
                     console(f"{chr(13) if terminal else ''}{line} time_left:{left:.1f}min")
             if saving:
@@ -2238,8 +2267,8 @@ def agree_on_run(args: Hyperparameters, found: dict[str, typing.Any], ctx: Distr
     checkpoint = found["checkpoint"] and found["checkpoint"].name
     same = ctx.share(dataclasses.asdict(args) | {"checkpoint": checkpoint})
     if any(other != same[0] for other in same):
-        raise UserError("the ranks were started with different hyperparameters or checkpoints; start all with one "
-                        "command")
+        raise UserError("the ranks were started with different hyperparameters or checkpoints; start all "
+                        "with one command")
     return name
 
 
@@ -2254,8 +2283,8 @@ def write_header(log: RunLog, command: Command, ctx: Distributed, source: bytes,
     if saved:
         log.say(f"resumed from: {found['checkpoint']} at step {saved['step']}")
     elif command.args.resume:
-        log.say(f"resumed from: nothing, no unfinished run under {found['folder']} has a checkpoint; starting at "
-                "step 0")
+        log.say(f"resumed from: nothing, no unfinished run under {found['folder']} has a checkpoint; "
+                f"starting at step 0")
     for line in remarks:
         log.write(f"resumed anyway: {line}")
     log.write(SEPARATOR)
@@ -2266,7 +2295,8 @@ def checkpoint_saver(training: Training, progress: Progress, command: Command, s
                      ) -> typing.Callable[[], None]:
     """The function that writes a checkpoint of where the run stands."""
     args = command.args
-    about = dict(format=CHECKPOINT_FORMAT, recipe=command.recipe, scale=command.scale, world_size=ctx.world_size,
+    about = dict(format=CHECKPOINT_FORMAT, recipe=command.recipe, scale=command.scale,
+                 world_size=ctx.world_size,
                  log=f"{args.run_name}/{name}.txt", hyperparameters=dataclasses.asdict(args),
                  source_sha256=hashlib.sha256(source).hexdigest())
 
@@ -2308,7 +2338,7 @@ def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
     except UserError as e:
         if world_size == 1 or command.dry_run:
             raise
-        problem = str(e)  # another rank may see no fault: all are told in the process group, and rank 0 prints this
+        problem = str(e)  # another rank may see no fault: all are told below, and rank 0 prints
     if command.dry_run:
         if rank == 0:
             print("\n".join([*plan(command, world_size), found["comparison"], f"log: {found['folder']}/"]
@@ -2366,7 +2396,7 @@ def main(argv: list[str] | None = None) -> None:
     rank 0 and raises SystemExit(1)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding does not
+            stream.reconfigure(errors="backslashreplace")  # paths may hold anything
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     rank = 0
     try:
