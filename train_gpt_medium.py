@@ -65,6 +65,9 @@ class UserError(ValueError):
     assertions."""
 
 
+class NotFinite(UserError):
+    """A loss that is inf or nan: the settings diverge. The same on all ranks."""
+
 # ------------------------------------------------------------------------------------------------------------
 # Hyperparameters and recipes. Every tuned number of a run is a field here; the comment behind a field is its
 # --help. Precedence: default < recipe < scale < explicit --field value.
@@ -555,6 +558,7 @@ def end_failed_rank(text: str, trace: str, symptom: bool, log: RunLog, ctx: Dist
     os._exit(code)
 
 
+NEVER = 2**31 - 1  # a step that no run reaches
 STOP_GRACE = 20  # seconds that a step may still take after a signal; torchrun kills its ranks after 30
 
 
@@ -563,17 +567,17 @@ class Watch:
     run, ends too.
 
     SIGINT and SIGTERM: outside of training the rank ends at once. In training the step is finished, and all
-    ranks leave after the same one: the agreement is one int32 over gloo, started at one step and read at the
-    next, which costs the device nothing. A second signal ends the rank at once. So does a step that outlives
-    STOP_GRACE, or no step in step_timeout seconds: these are failures, and the log says where each rank
-    stands. A launcher that dies counts as SIGTERM."""
+    ranks leave after the same one: the agreement is two int32 over gloo, started at one step and read at the
+    next, which costs the device nothing; the first step whose loss is not finite travels with it. A second
+    signal ends the rank at once. So does a step that outlives STOP_GRACE, or no step in step_timeout seconds:
+    these are failures, and the log says where each rank stands. A launcher that dies counts as SIGTERM."""
 
     def __init__(self, ctx: Distributed, step_timeout: int) -> None:
         self.ctx, self.limit = ctx, step_timeout
         self.log, self.how_to_resume = RunLog(None), "nothing was saved"
         self.step, self.beat, self.training, self.ending = 0, 0.0, False, False
         self.signum, self.since = 0, 0.0
-        self.flag = torch.zeros(1, dtype=torch.int32)
+        self.flag = torch.tensor([0, -NEVER], dtype=torch.int32)
         self.work: dist.Work | None = None
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.main_thread = threading.get_ident()
@@ -640,17 +644,18 @@ class Watch:
         """Training begins: from here on a signal waits for the end of the step."""
         self.step, self.beat, self.training = step, time.monotonic(), True
 
-    def agreed(self, step: int) -> int:
-        """Call once a step: the signal that all ranks stop for now, or 0."""
+    def agreed(self, step: int, bad_step: int) -> tuple[int, int]:
+        """Call once a step, with this rank's first step of a loss that is not finite, or NEVER: the signal
+        that all ranks stop for now, or 0, and the first such step of any rank."""
         self.step, self.beat = step, time.monotonic()
         if self.ctx.world_size == 1:
-            return self.signum
+            return self.signum, bad_step
         if self.work is not None:
             self.work.wait()
-        stop = int(self.flag)
-        self.flag = torch.tensor([self.signum], dtype=torch.int32)
+        stop, bad = self.flag.tolist()
+        self.flag = torch.tensor([self.signum, -bad_step], dtype=torch.int32)  # MAX: the earliest step
         self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.ctx.control, async_op=True)
-        return stop
+        return stop, -bad
 
     def close(self) -> None:
         """Give the signals back, once the agreement that is under way has ended."""
@@ -1627,13 +1632,33 @@ def window_tensor(step: int, args: Hyperparameters, ctx: Distributed) -> Tensor:
     return torch.full((), window_blocks(step, args), dtype=torch.int32, device=ctx.device)
 
 
+class FirstBadStep:
+    """The first step whose loss was not finite on this rank. No wait for the device: what it found is copied
+    to pinned memory, where the host reads it some steps later."""
+
+    def __init__(self, ctx: Distributed) -> None:
+        self.found = torch.full((), NEVER, dtype=torch.int32, device=ctx.device)
+        self.host = torch.full((), NEVER, dtype=torch.int32, pin_memory=ctx.device.type == "cuda")
+
+    def add(self, step: int, loss: Tensor) -> None:
+        self.found = torch.where(loss.isfinite(), self.found, self.found.clamp_max(step))
+        self.host.copy_(self.found, non_blocking=True)
+
+    def seen(self) -> int:
+        """NEVER, or that step; after a synchronize() it covers all steps added."""
+        return int(self.host)
+
+
 def train_step(training: Training, batch: tuple[Tensor, Tensor], step: int, args: Hyperparameters,
-               ctx: Distributed) -> None:
-    """One step on this rank's slice of the global batch, taken one sequence at a time."""
+               ctx: Distributed) -> Tensor:
+    """One step on this rank's slice of the global batch, taken one sequence at a time. Returns the slice's
+    mean loss, 0-d, on the device."""
     micro_batches = args.batch_sequences // ctx.world_size
-    window = window_tensor(step, args, ctx)
+    window, mean_loss = window_tensor(step, args, ctx), torch.zeros((), device=ctx.device)
     for inputs, targets in zip(*(t.view(micro_batches, -1) for t in batch)):
-        (training.forward(inputs, targets, window) / micro_batches).backward()
+        loss = training.forward(inputs, targets, window) / micro_batches
+        loss.backward()
+        mean_loss += loss.detach()
 
     adam, muon = training.adam, training.muon
     reductions = []
@@ -1655,6 +1680,7 @@ def train_step(training: Training, batch: tuple[Tensor, Tensor], step: int, args
     if training.snoo:
         training.snoo.step()
     training.model.zero_grad(set_to_none=True)
+    return mean_loss
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -2175,6 +2201,8 @@ def peak_memory(ctx: Distributed) -> str:
 
 def failure_text(error: Exception, rank: int, step: int, ctx: Distributed) -> str:
     text = " ".join(str(error).split())[:1000] or "no message"
+    if isinstance(error, NotFinite):  # every rank says the same
+        return text
     if isinstance(error, torch.OutOfMemoryError):
         return (f"rank {rank} ran out of GPU memory at step {step} ({peak_memory(ctx)}); lower it with "
                 f"--head_chunks 8 (logits), --train_seq_len (activations) or --val_seq_len, or --snoo false "
@@ -2205,7 +2233,7 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
                             ctx.world_size, first,
                             args.vocab_size)
     batch = to_device(next(batches), ctx) if first < total else None
-    clock = Clock(ctx, progress.train_time_ms)
+    clock, bad_step = Clock(ctx, progress.train_time_ms), FirstBadStep(ctx)
     watch.begin(first)
     clock.start()
     for step in range(first, total + 1):
@@ -2214,9 +2242,14 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
         saving = (step == total and args.save_final) or (args.save_every > 0 and step % args.save_every == 0
                                                          and step > first)
         watch.ending = step == total  # then a signal has nothing left to stop
-        signum = 0 if watch.ending else watch.agreed(step)
+        signum, bad = (0, NEVER) if watch.ending else watch.agreed(step, bad_step.seen())
         if validating or saving or signum:
             progress.step, progress.train_time_ms = step, clock.stop()
+            bad = min(bad, *ctx.share(bad_step.seen()))  # the clock has waited for the device
+        if bad < NEVER:
+            raise NotFinite(f"the training loss of step {bad + 1}/{total} is not finite: the run has "
+                            "diverged")
+        if validating or saving or signum:
             if signum:
                 watch.ending = True
                 if (args.save_every > 0 or args.save_final) and step > first:
@@ -2225,7 +2258,7 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
             if validating:
                 loss = validate(training, step, args, ctx)
                 if not math.isfinite(loss):
-                    raise UserError(f"the validation loss at step {step}/{total} is not finite: the run has "
+                    raise NotFinite(f"the validation loss at step {step}/{total} is not finite: the run has "
                                     "diverged")
                 progress.val_losses = [pair for pair in progress.val_losses
                                        if pair[0] < step] + [[step, loss]]
@@ -2244,7 +2277,7 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
 
         # training; the next batch is made ready while the device works on this one
         progress.step = step
-        train_step(training, batch, step, args, ctx)
+        bad_step.add(step, train_step(training, batch, step, args, ctx))
         if step + 1 < total:
             batch = to_device(next(batches), ctx)
         ms = clock.ms()

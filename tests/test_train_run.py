@@ -649,15 +649,41 @@ def test_a_bad_token_that_only_rank_1_reads_ends_both(tiny, tmp_path):
 # A loss that is not finite
 
 
-def test_a_run_that_diverges_stops_at_the_next_validation(tiny, tmp_path):
-    """embed_lr 1e39 is inf in bfloat16: the first update ruins the embeddings, every later loss is nan."""
-    words = changed(tiny, log_dir=tmp_path, embed_lr=1e39, batch_sequences=1, warmup_steps=0, seed=1, val_loss_every=2)
-    result = fork_ranks(words)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "the validation loss at step 2/6 is not finite" in result.stderr
+def assert_stopped(result: Result, step: int) -> None:
+    """Exit code, console and log name the first bad step; nothing in the log reads as a result."""
+    assert all(code == 1 for code in result.returncodes), result.returncodes
+    assert f"step {step}/6 is not finite" in result.stderr and "Traceback" not in "".join(result.stderrs)
     body = result.body()
-    assert "the validation loss at step 2/6 is not finite" in body.splitlines()[-1]
-    assert "step:3/6" not in body and "peak memory" not in body and "finished" not in result.stdout
+    assert f"step {step}/6 is not finite" in body.splitlines()[-1]
+    assert not re.search(r"^step:6/6 val_loss", body, re.MULTILINE) and "nan" not in body.lower().replace("finite", "")
+    steps = [int(n) for n in re.findall(r"^step:(\d)/6 train_time", body, re.MULTILINE)]
+    assert steps[-1] <= step + 2  # found within a few steps
+    assert "peak memory" not in body and "finished" not in result.stdout and "val_loss: " not in result.stdout
+
+
+def test_a_run_that_diverges_stops_and_names_the_step(tiny, tmp_path):
+    """embed_lr 1e39 is inf in bfloat16: the first update ruins the embeddings, the loss of step 2 is nan."""
+    result = fork_ranks(changed(tiny, log_dir=tmp_path, embed_lr=1e39, batch_sequences=1, warmup_steps=0, seed=1))
+    assert_stopped(result, 2)
+
+
+POISON = """
+real, calls = t.train_step, []
+def poisoned(training, batch, step, args, ctx):
+    loss = real(training, batch, step, args, ctx)
+    calls.append(step)
+    return loss * float("{value}") if rank == {rank} and step == {step} else loss
+t.train_step = poisoned
+"""
+
+
+@pytest.mark.parametrize("rank, step, value, save", [
+    (1, 2, "nan", "false"), (0, 1, "inf", "true"), (1, 5, "nan", "true"), (0, 4, "nan", "false")])
+def test_one_ranks_bad_loss_stops_all_even_in_the_last_step(rank, step, value, save, tiny, tmp_path):
+    words = changed(tiny, log_dir=tmp_path, batch_sequences=2, warmup_steps=0, val_loss_every=0, save_final=save)
+    result = fork_ranks(words, 2, patch=POISON.format(rank=rank, step=step, value=value))
+    assert_stopped(result, step + 1)
+    assert result.stdouts[1] == "" and not list(tmp_path.glob("*/*_checkpoints/step_*"))
 
 
 def test_weights_that_the_last_step_ruins_are_not_a_result(tiny, tmp_path):
