@@ -17,7 +17,7 @@ set_up() {
         return
     fi
     local stamp=.venv/requirements.installed
-    if [[ ! -x .venv/bin/python ]]; then
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then # missing, or its making was interrupted
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "python3 must be 3.10 or newer"
         python3 -m venv .venv || fail ".venv cannot be made (Debian: apt install python3-venv); NO_VENV=1 does without"
     fi
@@ -25,8 +25,6 @@ set_up() {
     if ! cmp -s requirements.txt "$stamp"; then
         echo "installing requirements.txt into .venv"
         "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt
-        # GPT-2's 50256 ranks as a file: the tests want the data of this package, not its code or what that needs
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps mlx-whisper==0.4.3
         cp requirements.txt "$stamp"
     fi
 }
@@ -35,7 +33,8 @@ has_option() { # has_option NAME WORD...: is --NAME among the words?
     local name=$1 word
     shift
     for word in "$@"; do
-        [[ $word == "--$name" || $word == "--$name="* ]] && return 0
+        word=${word//-/_} # the script takes --dry-run for --dry_run
+        [[ $word == "__$name" || $word == "__$name="* ]] && return 0
     done
     return 1
 }
@@ -61,8 +60,15 @@ launch() {
 set_up
 if [[ ${1:-} == test ]]; then
     shift
+    # GPT-2's 50256 ranks as a file: the tests want the data of this package, not its code or what that needs
+    "$PYTHON" -m pip show --quiet mlx-whisper 2>/dev/null ||
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps mlx-whisper==0.4.3
     export OMP_NUM_THREADS=1 # several ranks share the cores; more threads than cores make every one slower
-    exec "$PYTHON" -m pytest "${@:-tests}"
+    paths=(tests)
+    for word in "$@"; do
+        [[ -e ${word%%::*} ]] && paths=()
+    done
+    exec "$PYTHON" -m pytest ${paths[@]+"${paths[@]}"} "$@"
 fi
 if has_option help "$@" || [[ " $* " == *" -h "* ]]; then
     exec "$PYTHON" train_gpt_medium.py --help
@@ -70,32 +76,35 @@ fi
 
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 cores=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+if ((gpus == 0)) && [[ -z ${CUDA_VISIBLE_DEVICES+x} ]] && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+    version=$("$PYTHON" -c 'import torch; print(torch.__version__, "for CUDA", torch.version.cuda)')
+    fail "nvidia-smi sees GPUs, but torch $version does not: update the driver, or install a torch that fits it" \
+        "(CUDA_VISIBLE_DEVICES= rehearses on the CPU)"
+fi
+ranks=2
 if ((gpus > 0)); then
     ranks=1
     for n in 2 4 8; do
         ((n <= gpus)) && ranks=$n
     done
-    mode="record on GPUs"
 else
-    ranks=2
-    mode="rehearsal on the CPU"
     has_option scale "$@" || set -- --scale rehearsal "$@"
 fi
+scale=record
+[[ " $* " == *" --scale rehearsal "* || " $* " == *" --scale=rehearsal "* ]] && scale=rehearsal
 NPROC=${NPROC:-$ranks}
 whole_number NPROC "$NPROC"
 whole_number RUNS "${RUNS:-1}"
 ((gpus > 0)) || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}"
-echo "run.sh: $gpus GPUs, $cores cores: $mode, $NPROC ranks, ${RUNS:-1} run(s)"
+echo "run.sh: $gpus GPUs, $cores cores: scale $scale on $NPROC ranks, ${RUNS:-1} run(s)"
 
-rehearsal=no
-[[ " $* " == *" --scale rehearsal "* || " $* " == *" --scale=rehearsal "* ]] && rehearsal=yes
 if has_option dry_run "$@"; then # fetches nothing
-    [[ $rehearsal == no ]] || "$PYTHON" data/rehearsal.py
+    [[ $scale == record ]] || "$PYTHON" data/rehearsal.py
     RANK=0 WORLD_SIZE=$NPROC exec "$PYTHON" train_gpt_medium.py "$@"
 fi
 # The options are checked before the data, which may take minutes to fetch, and everything else before a launch.
 RANK=0 WORLD_SIZE=$NPROC "$PYTHON" train_gpt_medium.py --dry_run=options "$@"
-if [[ $rehearsal == yes ]]; then
+if [[ $scale == rehearsal ]]; then
     "$PYTHON" data/rehearsal.py
 elif ! has_option train_files "$@"; then
     "$PYTHON" data/cached_fineweb10B.py 30

@@ -147,6 +147,12 @@ class Hyperparameters:
     resume_anyway: bool = False  # resume although source or hyperparameters differ; the log says which
 
 
+    @property
+    def compile_options(self) -> dict[str, bool] | None:
+        """torch.compile's options; None = not compiled."""
+        return dict(coordinate_descent_tuning=self.coordinate_descent_tuning) if self.compile else None
+
+
 # fields that do not change what is computed: a resumed run may differ in them
 BOOKKEEPING = ("seed", "run_name", "run_id", "log_dir", "compare_with", "save_every", "save_final",
                "keep_checkpoints",
@@ -344,6 +350,8 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
     rule(not args.update_smoothing_interpolated or smoothing_is_on(args), "--update_smoothing_interpolated "
          "true",
          "there is no smoothing to interpolate: set update_smoothing")
+    rule(args.warmup_steps > 0 or not args.compile, "--warmup_steps 0 --compile true",
+         "the kernel warm-up is where the compiler gets its time; keep a step of it")
     rule(not args.fused_mlp or args.model_dim % 64 == 0, f"--fused_mlp true --model_dim {args.model_dim}",
          "the fused kernel needs model_dim to be a multiple of 64")
     rule(not args.resume_anyway or args.resume != "", "--resume_anyway true", "goes with --resume")
@@ -369,8 +377,8 @@ def local_path(path: str) -> Path:
 @dataclass(frozen=True)
 class Distributed:
     """Who this rank is. `group` carries the training collectives, `control` (gloo) the small host-side ones;
-    both give up after step_timeout. Group None, torch's default group, waits startup_timeout: for the
-    warm-up, in which ranks compile."""
+    both give up a minute after step_timeout. Group None, torch's default group, waits startup_timeout: for
+    the warm-up, in which ranks compile."""
     rank: int
     local_rank: int
     world_size: int
@@ -511,7 +519,7 @@ def find_cause(text: str, symptom: bool, ctx: Distributed) -> tuple[str, bool]:
     """(the first failure that any rank reported, whether it is this rank's): the others fail because of it.
 
     A symptom is a peer that is gone or silent. It waits 2 s, in which a failure proper is reported, and then
-    names all that ranks said of themselves, and those that said nothing. """
+    names all that ranks said of themselves, and those that said nothing."""
     if ctx.store is None:
         return text, True
     try:
@@ -785,7 +793,7 @@ def token_batches(pattern: str, batch_tokens: int, rank: int = 0, world_size: in
     Batch n is tokens [pos, pos + batch_tokens + 1) of the current shard, then pos += batch_tokens; where pos
     + batch_tokens + 1 >= the shard's length the next shard starts at 0. The track's rules forbid another
     stream. Yields (inputs int32, targets int64), each of shape (batch_tokens / world_size,), on the CPU. Ends
-    with the data. UserError: a bad shard, or a token id that is not below vocab_size. """
+    with the data. UserError: a bad shard, or a token id that is not below vocab_size."""
     assert batch_tokens % world_size == 0
     length = batch_tokens // world_size
     for shard in find_shards(pattern):
@@ -825,7 +833,7 @@ def block_lists(docs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     entries of idx[i]. Documents only grow, so that the key blocks which see any of row i are the contiguous
     range [first_i, i]; where block i lies in one document, those that lie in it whole are the full ones,
     again contiguous and just before i. So both lists follow from two counts, without the sort that a general
-    mask needs. """
+    mask needs."""
     low, high = docs.view(-1, BLOCK)[:, 0], docs.view(-1, BLOCK)[:, -1]
     index = torch.arange(low.numel(), dtype=torch.int32, device=docs.device)
     row, col = index[:, None], index[None, :]
@@ -907,11 +915,16 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
+# Uncompiled, FlexAttention sees a BlockMask's mask_mod alone, not the lists, which hold our window.
+compiled_flex_attention = torch.compile(flex_attention, dynamic=False)  # compiles when it is first called
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
     """Softmax attention, (1, heads, T, head_dim) each: FlexAttention on CUDA, SDPA with the equal dense mask
     on a CPU."""
     if isinstance(mask, BlockMask):
-        return flex_attention(q, k, v, block_mask=mask, scale=scale)
+        flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention
+        return flex(q, k, v, block_mask=mask, scale=scale)
     dtype = product_dtype(q)
     return F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask,
                                           scale=scale).to(q.dtype)
@@ -1055,7 +1068,7 @@ def softcapped_losses(logits: Tensor, targets: Tensor, cap: float) -> tuple[Tens
     cap^2)).
 
     The cap bounds the logits, so that exp cannot overflow and no maximum needs to be found first: one pass
-    over them. """
+    over them."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     r = torch.rsqrt(z * z + cap * cap)
     lse = (cap * z * r).exp().sum(-1).log()
@@ -1067,7 +1080,7 @@ class HeadLoss(torch.autograd.Function):
     """Mean cross-entropy of the softcapped head, `chunks` pieces of the sequence at a time.
 
     The loss is a scalar, so its gradients are formed in the forward pass and only scaled in the backward: no
-    piece's logits outlive the piece. x (T, dim), w (rows, dim) float32 or wider, targets (T,) int64. """
+    piece's logits outlive the piece. x (T, dim), w (rows, dim) float32 or wider, targets (T,) int64."""
 
     @staticmethod
     def forward(ctx: typing.Any, x: Tensor, w: Tensor, targets: Tensor, cap: float, chunks: int) -> Tensor:
@@ -1108,7 +1121,7 @@ class GPT(nn.Module):
     forward(input_seq (T,) int32, target_seq (T,) int64, sliding_window_num_blocks 0-d int32) -> mean
     cross-entropy, a 0-d float32 (float64 for a .double() model). T is a multiple of 128, at most max_seq_len.
     In eval mode the head runs in eval_head_chunks pieces. Source: modded-nanogpt,
-    records/track_2_medium/2025-09-16_Snoo; extensions from later ones. """
+    records/track_2_medium/2025-09-16_Snoo; extensions from later ones."""
 
     def __init__(self, vocab_size: int, num_layers: int, num_heads: int, model_dim: int, max_seq_len: int,
                  head_dim: int = 128, eot_token: int = 50256, attention_scale: float = 0.12,
@@ -1274,21 +1287,24 @@ class Muon(torch.optim.Optimizer):
     beta). lr is scaled by sqrt(max(1, rows / cols)). `state[p]` of an owned matrix holds momentum (float32),
     mantissa (uint16, the master weight's low half; p is the high half) and, with update_smoothing or
     smoothing=True, smoothing (bf16). step() averages the gradients over the ranks itself; start_reduction()
-    begins that early, beside other work. group is the process group (None: torch's default one). ValueError:
-    an empty list, not bf16, or a vector. Source: Muon (Jordan et al., 2024) as in modded-nanogpt's track 2;
-    smoothing from 2025-09-17_UpdateSmoothing. """
+    begins that early, beside other work. group is the process group (None: torch's default one),
+    compile_options are torch.compile's (None: eager). ValueError: an empty list, not bf16, or a vector.
+    Source: Muon (Jordan et al., 2024) as in modded-nanogpt's track 2; smoothing from its record
+    2025-09-17_UpdateSmoothing."""
 
     def __init__(self, params: Iterable, lr: float, weight_decay: float, momentum: float,
-                 update_smoothing: float = 0.0,
-                 smoothing_interpolated: bool = False, smoothing: bool | None = None, rank: int = 0,
-                 world_size: int = 1,
-                 group: dist.ProcessGroup | None = None, compile: bool = False) -> None:
+                 update_smoothing: float = 0.0, smoothing_interpolated: bool = False,
+                 smoothing: bool | None = None, rank: int = 0, world_size: int = 1,
+                 group: dist.ProcessGroup | None = None,
+                 compile_options: dict[str, typing.Any] | None = None) -> None:
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum,
                                       beta=update_smoothing))
         self.rank, self.world_size, self.process_group = rank, world_size, group
         self.smoothing = update_smoothing > 0 if smoothing is None else smoothing
         self.smoothing_interpolated = smoothing_interpolated
-        self.update = torch.compile(muon_update, dynamic=False, fullgraph=True) if compile else muon_update
+        self.update = muon_update
+        if compile_options is not None:
+            self.update = torch.compile(muon_update, dynamic=False, fullgraph=True, options=compile_options)
         pairs = [(p, g) for g in self.param_groups for p in g["params"]]
         for p, _ in pairs:
             if p.ndim < 2 or p.dtype != torch.bfloat16:
@@ -1416,9 +1432,9 @@ class Snoo:
     Lookahead with alpha = lr; k = 1, no Nesterov and lr = 1 - momentum is an average of the updates.
 
     model: a module or an iterable of parameters. lr > 0, momentum in [0, 1), k >= 1, else ValueError. Peak
-    extra memory of a step: one piece of d, at most piece_elements (or the largest parameter). .grad is
+    extra memory of a step: two pieces, of at most piece_elements (or the largest parameter) each. .grad is
     neither read nor written. Source: modded-nanogpt, records/track_2_medium/2025-09-16_Snoo (pull request
-    128). """
+    128)."""
 
     def __init__(self, model: nn.Module | Iterable[Tensor], lr: float, momentum: float, k: int,
                  nesterov: bool = True,
@@ -1450,14 +1466,15 @@ class Snoo:
                 fast, slow = [self.params[i].detach() for i in piece], [self.outer_buf[i] for i in piece]
                 update = torch._foreach_sub(slow, fast)
                 if self.momentum > 0:  # buffer = momentum * buffer + d, but d at first, as in torch.optim.SGD
-                    buffers = update
-                    if self.momentum_buf[piece[0]] is not None:
-                        buffers = torch._foreach_add(update, [self.momentum_buf[i] for i in piece],
-                                                     alpha=self.momentum)
+                    first = self.momentum_buf[piece[0]] is None
+                    before = update if first else [self.momentum_buf[i] for i in piece]
+                    buffers = torch._foreach_add(update, before, alpha=0.0 if first else self.momentum)
                     for i, buffer in zip(piece, buffers):
                         self.momentum_buf[i] = buffer
-                    update = torch._foreach_add(update, buffers,
-                                                alpha=self.momentum) if self.nesterov else buffers
+                    if self.nesterov:
+                        torch._foreach_add_(update, buffers, alpha=self.momentum)
+                    else:
+                        update = buffers
                 torch._foreach_add_(slow, update, alpha=-self.lr)
                 torch._foreach_copy_(fast, slow)
         self.current_step += 1
@@ -1526,7 +1543,7 @@ def build_optimizers(model: GPT, args: Hyperparameters, rank: int = 0, world_siz
         lr=args.muon_lr, weight_decay=decay, momentum=muon_momentum(0, args),
         update_smoothing=smoothing_beta(0, args),
         smoothing_interpolated=args.update_smoothing_interpolated, smoothing=smoothing_is_on(args), rank=rank,
-        world_size=world_size, compile=args.compile)
+        world_size=world_size, compile_options=args.compile_options)
     snoo = Snoo(model, args.snoo_lr, args.snoo_momentum, args.snoo_k,
                 args.snoo_nesterov) if args.snoo else None
     return adam, muon, snoo
@@ -1621,8 +1638,7 @@ def build_training(args: Hyperparameters, ctx: Distributed) -> Training:
     adam, muon, snoo = build_optimizers(model, args, ctx.rank, ctx.world_size)
     forward: typing.Callable = model
     if args.compile:
-        options = dict(coordinate_descent_tuning=args.coordinate_descent_tuning)
-        forward = torch.compile(model, dynamic=False, fullgraph=True, options=options)
+        forward = torch.compile(model, dynamic=False, fullgraph=True, options=args.compile_options)
     return Training(model, forward, adam, muon, snoo)
 
 
@@ -1822,8 +1838,9 @@ def find_published(command: Command) -> tuple[Published | None, str]:
         path = ROOT / "records" / "track_2_medium" / command.recipe / "curve.csv"
     if wanted == "recipe" and not path.exists():
         return None, f"comparison: none, there is no {path}"
-    changed = [n for n, v in command.overrides.items() if n not in BOOKKEEPING
-               and v != getattr(Hyperparameters(**RECIPES[command.recipe]), n)]
+    recipe = Hyperparameters(**RECIPES[command.recipe])
+    changed = [n for n, v in dataclasses.asdict(command.args).items()
+               if n not in BOOKKEEPING and v != getattr(recipe, n)]
     differs = f"; this run differs in {', '.join(changed)}" if changed else ""
     return read_published(path), f"comparison: {path}{differs}"
 
