@@ -1,6 +1,7 @@
 """Fixtures of the tests of train_gpt_medium.py: tiny shards, the words of a tiny run, and runs that several tests read."""
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 import torch  # noqa: E402
 
 from train_helpers import english, shard  # noqa: E402
+
+# A shell that starts the tests in the background has SIGINT ignored, and what they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)  # more threads than cores make torch many times slower, and these tensors are tiny
 
