@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import difflib
 import fcntl
+import functools
 import glob
 import hashlib
 import copy
@@ -915,15 +916,18 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
-# Uncompiled, FlexAttention sees a BlockMask's mask_mod alone, not the lists, which hold our window.
-compiled_flex_attention = torch.compile(flex_attention, dynamic=False)  # compiles when it is first called
+@functools.cache
+def compiled_flex_attention() -> typing.Callable[..., Tensor]:
+    """For a model that is not compiled: uncompiled, FlexAttention sees a BlockMask's mask_mod alone, not the
+    lists, which hold our window."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: float) -> Tensor:
     """Softmax attention, (1, heads, T, head_dim) each: FlexAttention on CUDA, SDPA with the equal dense mask
     on a CPU."""
     if isinstance(mask, BlockMask):
-        flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention
+        flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
         return flex(q, k, v, block_mask=mask, scale=scale)
     dtype = product_dtype(q)
     return F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask,
