@@ -53,10 +53,15 @@ launch() {
         wait "$child" || code=$?
     done
     trap - INT TERM HUP
-    ((signal == 0)) || return "$signal"
+    if ((signal != 0)); then # after torchrun's own words on a signal
+        echo "run.sh: interrupted; the last line of the run's log says at which step, and how to resume" >&2
+        return "$signal"
+    fi
     return "$code"
 }
 
+whole_number NPROC "${NPROC:-1}"
+whole_number RUNS "${RUNS:-1}"
 set_up
 if [[ ${1:-} == test ]]; then
     shift
@@ -93,8 +98,6 @@ fi
 scale=record
 [[ " $* " == *" --scale rehearsal "* || " $* " == *" --scale=rehearsal "* ]] && scale=rehearsal
 NPROC=${NPROC:-$ranks}
-whole_number NPROC "$NPROC"
-whole_number RUNS "${RUNS:-1}"
 ((gpus > 0)) || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}"
 echo "run.sh: $gpus GPUs, $cores cores: scale $scale on $NPROC ranks, ${RUNS:-1} run(s)"
 
