@@ -13,6 +13,7 @@ records/ for the other recipes.
 """
 from __future__ import annotations
 
+import copy
 import csv
 import dataclasses
 import datetime
@@ -21,7 +22,6 @@ import fcntl
 import functools
 import glob
 import hashlib
-import copy
 import inspect
 import io
 import itertools
@@ -30,6 +30,7 @@ import math
 import os
 import platform
 import re
+import resource
 import select
 import shlex
 import shutil
@@ -1277,6 +1278,7 @@ def muon_update(weight: Tensor, grad: Tensor, low: Tensor, momentum: Tensor, smo
 class Bucket:
     """The matrices of one shape and group: per rank the same number of slots, a few of them empty."""
     group: dict[str, typing.Any]
+    like: Tensor  # one of the matrices
     slots: list[list[int]]  # rank -> indices of its matrices in the sorted list
     depth: int  # slots a rank
     state: dict[str, Tensor]  # this rank's stacks: momentum, mantissa, smoothing; (matrices, *shape)
@@ -1327,7 +1329,8 @@ class Muon(torch.optim.Optimizer):
                          mantissa=torch.zeros(shape, dtype=torch.uint16, device=device))
             if self.smoothing:
                 state["smoothing"] = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-            self.buckets.append(Bucket(pairs[members[0]][1], slots, max(map(len, slots)), state))
+            like, settings = pairs[members[0]]
+            self.buckets.append(Bucket(settings, like, slots, max(map(len, slots)), state))
             for slot, p in enumerate(mine):
                 self.state[p] = {name: stack[slot] for name, stack in state.items()}  # views: one truth
 
@@ -1336,8 +1339,7 @@ class Muon(torch.optim.Optimizer):
         for bucket in self.buckets:
             assert bucket.grads is None, "start_reduction() was called twice in one step"
             owned = [[self._grad(i) for i in indices] for indices in bucket.slots]
-            like = self.matrices[next(i for indices in bucket.slots for i in indices)]
-            mine = len(bucket.slots[self.rank])
+            like, mine = bucket.like, len(bucket.slots[self.rank])
             if self.world_size == 1:
                 bucket.grads = torch.stack(owned[0])
                 continue
@@ -1363,8 +1365,9 @@ class Muon(torch.optim.Optimizer):
             if bucket.work is not None:
                 bucket.work.wait()
             mine = [self.matrices[i] for i in bucket.slots[self.rank]]
-            like = self.matrices[next(i for indices in bucket.slots for i in indices)]
-            news = torch.zeros((bucket.depth, *like.shape), dtype=torch.bfloat16, device=like.device)
+            like = bucket.like
+            news = torch.empty((bucket.depth, *like.shape), dtype=like.dtype, device=like.device)
+            news[len(mine):] = 0  # empty slots are sent too
             if mine:
                 g, rows, cols = bucket.group, like.size(-2), like.size(-1)
                 scalars = (torch.tensor(v, dtype=torch.float32) for v in (
@@ -1372,8 +1375,7 @@ class Muon(torch.optim.Optimizer):
                     g["beta"]))
                 news[:len(mine)] = self.update(torch.stack(mine), bucket.grads, bucket.state["mantissa"],
                                                bucket.state["momentum"], bucket.state.get("smoothing"),
-                                               *scalars,
-                                               self.smoothing_interpolated)
+                                               *scalars, self.smoothing_interpolated)
             bucket.work = bucket.grads = None
             work, everyone = None, news[None]
             if self.world_size > 1:
@@ -1383,9 +1385,9 @@ class Muon(torch.optim.Optimizer):
         for work, everyone, bucket in gathers:
             if work is not None:
                 work.wait()
-            for stack, indices in zip(everyone, bucket.slots):
-                for new, i in zip(stack, indices):
-                    self.matrices[i].copy_(new)
+            pairs = [(self.matrices[i], new) for stack, indices in zip(everyone, bucket.slots)
+                     for new, i in zip(stack, indices)]
+            torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
 
     def state_dict(self) -> dict[str, typing.Any]:
         """This rank's share: state by index in the sorted list; tensors are the live ones, in their own
@@ -2213,8 +2215,6 @@ def peak_memory(ctx: Distributed) -> str:
     if ctx.device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
     else:
-        import resource  # POSIX only, like the gloo ranks themselves
-
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, but bytes on macOS
         allocated = reserved = peak >> (10 if sys.platform == "linux" else 20)
     return f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB"
