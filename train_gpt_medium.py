@@ -1437,14 +1437,15 @@ class Snoo:
     and the low half stays: the master moves by at most one bf16 ulp, part of the record. Momentum 0 is
     Lookahead with alpha = lr; k = 1, no Nesterov and lr = 1 - momentum is an average of the updates.
 
-    model: a module or an iterable of parameters. lr > 0, momentum in [0, 1), k >= 1, else ValueError. Peak
-    extra memory of a step: two pieces, of at most piece_elements (or the largest parameter) each. .grad is
-    neither read nor written. Source: modded-nanogpt, records/track_2_medium/2025-09-16_Snoo (pull request
-    128)."""
+    The momentum is kept as an average of the moves fast - slow, (momentum - 1) times the buffer of
+    torch.optim.SGD: foreach can update that in place, with the parameters themselves as the only scratch. A
+    step allocates nothing; .grad is neither read nor written.
+
+    model: a module or an iterable of parameters. lr > 0, momentum in [0, 1), k >= 1, else ValueError. Source:
+    modded-nanogpt, records/track_2_medium/2025-09-16_Snoo (pull request 128)."""
 
     def __init__(self, model: nn.Module | Iterable[Tensor], lr: float, momentum: float, k: int,
-                 nesterov: bool = True,
-                 piece_elements: int = 64 * 2**20) -> None:
+                 nesterov: bool = True) -> None:
         if not lr > 0 or not 0 <= momentum < 1 or k < 1 or k != int(k):
             raise ValueError(f"Snoo needs lr > 0, 0 <= momentum < 1 and a whole k >= 1, not lr {lr}, "
                              f"momentum {momentum}, k {k}")
@@ -1453,47 +1454,32 @@ class Snoo:
             raise ValueError("Snoo needs at least one parameter")
         self.lr, self.momentum, self.k, self.nesterov, self.current_step = lr, momentum, int(k), nesterov, 0
         self.outer_buf = [p.detach().clone() for p in self.params]
-        self.momentum_buf: list[Tensor | None] = [None] * len(self.params)  # filled by the first outer step
-        self.pieces, elements = [[]], 0
-        for i, p in enumerate(self.params):
-            # one dtype a piece: foreach is one kernel only then
-            if self.pieces[-1] and (elements + p.numel() > piece_elements
-                                    or p.dtype != self.params[i - 1].dtype):
-                self.pieces.append([])
-                elements = 0
-            self.pieces[-1].append(i)
-            elements += p.numel()
+        self.average_move = [torch.zeros_like(slow) for slow in self.outer_buf]
 
     @torch.no_grad()
     def step(self) -> None:
         """Call after every inner step."""
         if self.current_step % self.k == 0:
-            for piece in self.pieces:
-                fast, slow = [self.params[i].detach() for i in piece], [self.outer_buf[i] for i in piece]
-                update = torch._foreach_sub(slow, fast)
-                if self.momentum > 0:  # buffer = momentum * buffer + d, but d at first, as in torch.optim.SGD
-                    first = self.momentum_buf[piece[0]] is None
-                    before = update if first else [self.momentum_buf[i] for i in piece]
-                    buffers = torch._foreach_add(update, before, alpha=0.0 if first else self.momentum)
-                    for i, buffer in zip(piece, buffers):
-                        self.momentum_buf[i] = buffer
+            for dtype in dict.fromkeys(p.dtype for p in self.params):  # foreach is few kernels only within one
+                fast, slow, average = ([t for t in tensors if t.dtype == dtype]
+                                       for tensors in (self.params, self.outer_buf, self.average_move))
+                torch._foreach_sub_(fast, slow)  # the parameters hold the move, -d, until they become slow
+                move, lr = fast, self.lr
+                if self.momentum > 0:
+                    torch._foreach_lerp_(average, fast, 1 - self.momentum)
                     if self.nesterov:
-                        torch._foreach_add_(update, buffers, alpha=self.momentum)
+                        torch._foreach_add_(move, average, alpha=self.momentum / (1 - self.momentum))
                     else:
-                        update = buffers
-                torch._foreach_add_(slow, update, alpha=-self.lr)
+                        move, lr = average, self.lr / (1 - self.momentum)
+                torch._foreach_add_(slow, move, alpha=lr)
                 torch._foreach_copy_(fast, slow)
         self.current_step += 1
 
     def state_dict(self) -> dict[str, typing.Any]:
-        """Everything a resumed run needs; optimizer_state_dict has torch.optim.SGD's form. Tensors are the
-        live ones."""
-        group = dict(lr=self.lr, momentum=self.momentum, dampening=0, weight_decay=0, nesterov=self.nesterov,
-                     params=list(range(len(self.params))))
-        state = {i: {"momentum_buffer": b} for i, b in enumerate(self.momentum_buf) if b is not None}
+        """Everything a resumed run needs. Tensors are the live ones."""
+        optimizer = dict(average_move=self.average_move, nesterov=self.nesterov)
         return dict(current_step=self.current_step, lr=self.lr, momentum=self.momentum, k=self.k,
-                    outer_buf=self.outer_buf,
-                    optimizer_state_dict=dict(state=state, param_groups=[group]))
+                    outer_buf=self.outer_buf, optimizer_state_dict=optimizer)
 
     def load_state_dict(self, state_dict: dict[str, typing.Any]) -> None:
         """Copy a state in. ValueError, and nothing changed, when a key is missing or a tensor does not fit
@@ -1501,26 +1487,21 @@ class Snoo:
         keys = {"current_step", "lr", "momentum", "k", "outer_buf", "optimizer_state_dict"}
         if missing := sorted(keys - state_dict.keys()):
             raise ValueError(f"Snoo's state lacks {', '.join(missing)}")
-        slow = state_dict["outer_buf"]
-        if len(slow) != len(self.params):
-            raise ValueError(f"Snoo's outer_buf has {len(slow)} tensors for {len(self.params)} parameters")
         optimizer = state_dict["optimizer_state_dict"]
-        buffers = [optimizer["state"].get(i, {}).get("momentum_buffer") for i in range(len(self.params))]
-        for name, tensors in (("outer_buf", slow), ("momentum_buffer", buffers)):
-            for i, (p, t) in enumerate(zip(self.params, tensors)):
-                if t is None and name == "momentum_buffer":
-                    continue
+        pairs = (("outer_buf", self.outer_buf, state_dict["outer_buf"]),
+                 ("average_move", self.average_move, optimizer["average_move"]))
+        for name, ours, theirs in pairs:
+            if len(theirs) != len(ours):
+                raise ValueError(f"Snoo's {name} has {len(theirs)} tensors for {len(ours)} parameters")
+            for i, (p, t) in enumerate(zip(ours, theirs)):
                 if t.shape != p.shape or t.dtype != p.dtype:
                     raise ValueError(f"Snoo's {name}[{i}] is {t.dtype} {tuple(t.shape)}, but its parameter "
                                      f"is {p.dtype} {tuple(p.shape)}: another model, or another order of "
                                      "parameters")
         self.lr, self.momentum, self.k = state_dict["lr"], state_dict["momentum"], state_dict["k"]
-        self.current_step = state_dict["current_step"]
-        self.nesterov = optimizer["param_groups"][0]["nesterov"]
-        for ours, theirs in zip(self.outer_buf, slow):
-            ours.copy_(theirs)
-        self.momentum_buf = [None if b is None else torch.empty_like(p).copy_(b) for b,
-                             p in zip(buffers, self.params)]
+        self.current_step, self.nesterov = state_dict["current_step"], optimizer["nesterov"]
+        for _, ours, theirs in pairs:
+            torch._foreach_copy_(ours, theirs)
 
 # ------------------------------------------------------------------------------------------------------------
 # Optimizer groups, and the schedules, which are pure functions of the step.

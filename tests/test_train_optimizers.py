@@ -259,10 +259,10 @@ def test_snoo_gives_the_hand_worked_numbers(k, dtype):
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_snoo_equals_torch_sgd_on_the_slow_weights(dtype, error, nesterov):
     """The published class kept a torch.optim.SGD beside the slow weights: the same to a rounding or two an outer step (SGD
-    rounds momentum * buffer before it adds; here both come in one operation). float64 shows that the formula is the same."""
+    rounds momentum * buffer before it adds; Snoo averages in one operation). float64 shows that the formula is the same."""
     generator = torch.Generator().manual_seed(0)
     module = torch.nn.Linear(5, 7, dtype=dtype)
-    snoo = t.Snoo(module, lr=0.68, momentum=0.37, k=3, nesterov=nesterov, piece_elements=6)
+    snoo = t.Snoo(module, lr=0.68, momentum=0.37, k=3, nesterov=nesterov)
     fast = [p.detach().clone() for p in module.parameters()]
     slow = [torch.nn.Parameter(p.clone()) for p in fast]
     sgd = torch.optim.SGD(slow, lr=0.68, momentum=0.37, nesterov=nesterov)
@@ -346,11 +346,11 @@ def test_snoo_refuses_states_that_do_not_fit_and_keeps_its_own():
     good = copy.deepcopy(snoo.state_dict())
     slow = good["outer_buf"]
     momenta = copy.deepcopy(good["optimizer_state_dict"])
-    momenta["state"][0]["momentum_buffer"] = torch.ones(3)
+    momenta["average_move"][0] = torch.ones(3)
     broken = {
         "2 tensors for 3": dict(outer_buf=slow[:2]), "4 tensors for 3": dict(outer_buf=[*slow, slow[0]]),
         r"outer_buf\[0\]": dict(outer_buf=slow[::-1]), r"outer_buf\[1\]": dict(outer_buf=[slow[0], slow[1][:4], slow[2]]),
-        r"outer_buf\[2\]": dict(outer_buf=[*slow[:2], slow[2].bfloat16()]), r"momentum_buffer\[0\]": dict(optimizer_state_dict=momenta),
+        r"outer_buf\[2\]": dict(outer_buf=[*slow[:2], slow[2].bfloat16()]), r"average_move\[0\]": dict(optimizer_state_dict=momenta),
     }
     for message, change in broken.items():
         changed = {**good, "current_step": 77, "lr": 9.0, **change}
