@@ -73,7 +73,7 @@ if [[ ${1:-} == test ]]; then
     for word in "$@"; do
         [[ -e ${word%%::*} ]] && paths=()
     done
-    exec "$PYTHON" -m pytest ${paths[@]+"${paths[@]}"} "$@"
+    exec "$PYTHON" -m pytest -n 2 ${paths[@]+"${paths[@]}"} "$@" # two at a time; -n 0 for a debugger
 fi
 if has_option help "$@" || [[ " $* " == *" -h "* ]]; then
     exec "$PYTHON" train_gpt_medium.py --help

@@ -13,6 +13,7 @@ records/ for the other recipes.
 """
 from __future__ import annotations
 
+import argparse
 import copy
 import csv
 import dataclasses
@@ -22,7 +23,6 @@ import fcntl
 import functools
 import glob
 import hashlib
-import inspect
 import io
 import itertools
 import json
@@ -148,7 +148,6 @@ class Hyperparameters:
     resume: str = ""  # a checkpoint's folder; auto = the newest of this run_name's unfinished runs, if any
     resume_anyway: bool = False  # resume although source or hyperparameters differ; the log says which
 
-
     @property
     def compile_options(self) -> dict[str, bool] | None:
         """torch.compile's options; None = not compiled."""
@@ -157,8 +156,7 @@ class Hyperparameters:
 
 # fields that do not change what is computed: a resumed run may differ in them
 BOOKKEEPING = ("seed", "run_name", "run_id", "log_dir", "compare_with", "save_every", "save_final",
-               "keep_checkpoints",
-               "resume", "resume_anyway", "startup_timeout", "step_timeout")
+               "keep_checkpoints", "resume", "resume_anyway", "startup_timeout", "step_timeout")
 
 # The track's records, oldest first (modded-nanogpt, records/track_2_medium; figures in our records/).
 RECIPES: dict[str, dict[str, typing.Any]] = {
@@ -195,103 +193,78 @@ class Command:
     scale: str
     overrides: dict[str, typing.Any]  # the explicit fields
     dry_run: str  # "" for a run, "all" for every check, "options" for those that need no data
+    words: list[str]  # the command line itself
 
 
-def _parse_bool(text: str) -> bool:
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False,
-             "0": False}
-    return words[text.lower()]
-
-
-def _parse_finite(text: str) -> float:
+def finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(text)
     return value
 
 
-def parse_field(name: str, text: str) -> typing.Any:
-    """Turn the text of `--name text` into the field's type; UserError names the value and the type wanted."""
-    annotation = {f.name: f.type for f in dataclasses.fields(Hyperparameters)}[name]
+TRUTH = {"true": True, "yes": True, "on": True, "1": True,
+         "false": False, "no": False, "off": False, "0": False}
+
+
+def option_type(annotation: str) -> typing.Callable[[str], typing.Any]:
+    """What turns an option's text into the type of its field."""
     base, _, optional = annotation.partition(" | ")
-    if optional and text.lower() == "none":
-        return None
-    parse = {"int": int, "float": _parse_finite, "bool": _parse_bool, "str": str}[base]
-    try:
-        return parse(text)
-    except (ValueError, KeyError):
-        wanted = {"int": "a whole number", "float": "a finite number", "bool": "true or false",
-                  "str": "text"}[base]
-        raise UserError(f"--{name} {text}: must be {wanted}{' or none' if optional else ''}") from None
+    convert, wanted = {"int": (int, "a whole number"), "float": (finite, "a finite number"),
+                       "bool": (lambda word: TRUTH[word.lower()], "true or false"), "str": (str, "")}[base]
+
+    def parse(text: str) -> typing.Any:
+        if optional and text.lower() == "none":
+            return None
+        try:
+            return convert(text)
+        except (ValueError, KeyError):
+            wish = f"{wanted} or none" if optional else wanted
+            raise argparse.ArgumentTypeError(f"{text}: must be {wish}") from None
+
+    return parse
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.4)
-    return f"; nearest: {', '.join(close)}" if close else f"; there are: {', '.join(names)}"
-
-
-def _help_text() -> str:
-    """--help, from the comments behind the fields: they are written once."""
-    lines = [__doc__.split("\n\n")[0], "", "usage: train_gpt_medium.py [--recipe NAME] [--scale NAME] "
-             "[--dry_run] [--field value ...]",
-             "", "  --recipe NAME  " + " | ".join(RECIPES) + f"  (default {DEFAULT_RECIPE})",
-             "  --scale NAME   " + " | ".join(SCALES) + "  (default record)",
-             "  --dry_run      do every check, print what would run, and end before the model is built "
-             "(=options: only the",
-             "                 checks that need no data)",
-             "", "fields, with the default recipe's values (precedence: default < recipe < scale < explicit "
-             "field):"]
-    for line in inspect.getsource(Hyperparameters).splitlines():
-        if match := re.match(r"    (\w+): ([\w| ]+) = (.*?)  # (.*)", line):
-            name, kind, default, text = match.groups()
-            lines.append(f"  --{name} {kind.replace(' | None', '').upper()}  ".ljust(38)
-                         + f"{text}  (default {default})")
-    return "\n".join(lines)
+class OptionParser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise UserError(f"{message}; see --help")
 
 
 def parse_command(argv: list[str]) -> Command:
     """Resolve `--field value`, `--field=value` and bare `--boolean_field`; UserError on anything unknown or
-    ill-typed."""
-    names = {f.name: f.type for f in dataclasses.fields(Hyperparameters)}
-    known = [*names, "recipe", "scale", "dry_run", "help"]
-    given: dict[str, str] = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if word == "-h":
-            word = "--help"
-        if not word.startswith("--"):
-            raise UserError(f"{word}: options are written --field value; see --help")
-        name, equals, value = word[2:].partition("=")
-        name = name.replace("-", "_")
-        if name not in known:
-            raise UserError(f"--{name}: no such option{_nearest(name, known)}")
-        if name in given:
-            raise UserError(f"--{name} is given twice")
-        if not equals:
-            follows = bool(words) and not words[0].startswith("--")
-            if follows and (name not in ("dry_run", "help")):
-                value = words.pop(0)
-            elif names.get(name, "bool") == "bool":
-                value = "true"
-            else:
-                raise UserError(f"--{name}: a value must follow")
-        given[name] = value
-    if "help" in given:
-        print(_help_text())
-        raise SystemExit(0)
-    recipe, scale = given.pop("recipe", DEFAULT_RECIPE), given.pop("scale", "record")
-    dry_run = {"false": "", "true": "all", "options": "options"}.get(word := given.pop("dry_run", "false"))
-    if dry_run is None:
-        raise UserError(f"--dry_run={word}: takes no value, or =true, =false or =options")
-    if recipe not in RECIPES:
-        raise UserError(f"--recipe {recipe}: no such recipe{_nearest(recipe, RECIPES)}")
-    if scale not in SCALES:
-        raise UserError(f"--scale {scale}: no such scale{_nearest(scale, SCALES)}")
-    overrides = {name: parse_field(name, text) for name, text in given.items()}
+    ill-typed. Of an option given twice the last counts."""
+    parser = OptionParser(
+        "train_gpt_medium.py", "%(prog)s [--recipe NAME] [--scale NAME] [--dry_run] [--field value ...]",
+        __doc__.split("\n\n")[0], "Precedence: default < recipe < scale < field.", allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=42, width=180),
+        argument_default=argparse.SUPPRESS)
+    parser.add_argument("--recipe", default=DEFAULT_RECIPE, choices=RECIPES,
+                        help=f"the settings of a record (default {DEFAULT_RECIPE})")
+    parser.add_argument("--scale", default="record", choices=SCALES,
+                        help="sizes, data, cadence (default record)")
+    parser.add_argument("--dry_run", default="", nargs="?", const="all", choices=["all", "options"],
+                        help="make every check (options: those without data), print the run, and end")
+    source = Path(__file__).read_text(encoding="utf-8")  # inspect.getsource takes a tenth of a second
+    comments = dict(re.findall(r"^    (\w+): [\w| ]+ = .*?  # (.*)", source, re.MULTILINE))
+    fields = dataclasses.fields(Hyperparameters)
+    for field in fields:
+        bare = dict(nargs="?", const=True) if field.type == "bool" else {}
+        parser.add_argument(f"--{field.name}", type=option_type(field.type), **bare,
+                            metavar=field.type.partition(" ")[0].upper(),
+                            help=f"{comments[field.name]} (default {field.default})".replace("%", "%%"))
+    # --snoo-k is --snoo_k
+    given, unknown = parser.parse_known_args(
+        [re.sub("[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word, count=1)
+         if word.startswith("--") else word for word in argv])
+    if unknown:
+        close = difflib.get_close_matches(unknown[0].lstrip("-"), [f.name for f in fields], n=3, cutoff=0.4)
+        raise UserError(f"{unknown[0]}: no such option{'; nearest: ' if close else ''}{', '.join(close)}; "
+                        f"options are written --field value, see --help")
+    overrides = vars(given)
+    recipe, scale, dry_run = (overrides.pop(name) for name in ("recipe", "scale", "dry_run"))
     args = Hyperparameters(**{**RECIPES[recipe], **SCALES[scale], **overrides})
     args.run_name = args.run_name or recipe
-    return Command(args, recipe, scale, overrides, dry_run)
+    return Command(args, recipe, scale, overrides, dry_run, list(argv))
 
 
 def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
@@ -317,8 +290,8 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
          "must be positive")
     each("cooldown_frac final_lr_scale", lambda v: 0 <= v <= 1, "must lie in [0, 1]")
     each("adam_weight_decay muon_weight_decay mlp_decay_multiplier val_loss_every warmup_steps "
-         "muon_momentum_steps save_every update_smoothing_steps "
-         "eot_token", lambda v: v >= 0, "must not be negative")
+         "muon_momentum_steps save_every update_smoothing_steps eot_token", lambda v: v >= 0,
+         "must not be negative")
     rule(args.num_layers >= 12, f"--num_layers {args.num_layers}", "must be at least 12 (value embeddings "
          "feed the first and the last five blocks, skip connections reach block 11)")
     rule(args.seed is None or 0 <= args.seed < 2**63, f"--seed {args.seed}", "must lie in [0, 2^63)")
@@ -330,8 +303,8 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
          "num_heads * head_dim must equal model_dim")
     rule(args.head_dim % 4 == 0, f"--head_dim {args.head_dim}",
          "must be a multiple of 4 (rotary frequencies)")
-    rule(2 <= args.vocab_size <= 65536, f"--vocab_size {args.vocab_size}", "must lie in [2, 65536]: shards "
-         "hold uint16 tokens")
+    rule(2 <= args.vocab_size <= 65536, f"--vocab_size {args.vocab_size}",
+         "must lie in [2, 65536]: shards hold uint16 tokens")
     rule(args.eot_token < args.vocab_size, f"--eot_token {args.eot_token} --vocab_size {args.vocab_size}",
          "eot_token must be below vocab_size")
     rule(args.train_seq_len % max(args.head_chunks, 1) == 0,
@@ -349,9 +322,8 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
     rule((start is None) == (args.update_smoothing_steps == 0),
          f"--update_smoothing_start {start} --update_smoothing_steps {args.update_smoothing_steps}",
          "a ramp of the smoothing needs both its start and its steps (or neither, for a constant beta)")
-    rule(not args.update_smoothing_interpolated or smoothing_is_on(args), "--update_smoothing_interpolated "
-         "true",
-         "there is no smoothing to interpolate: set update_smoothing")
+    rule(not args.update_smoothing_interpolated or smoothing_is_on(args),
+         "--update_smoothing_interpolated true", "there is no smoothing to interpolate: set update_smoothing")
     rule(args.warmup_steps > 0 or not args.compile, "--warmup_steps 0 --compile true",
          "the kernel warm-up is where the compiler gets its time; keep a step of it")
     rule(not args.fused_mlp or args.model_dim % 64 == 0, f"--fused_mlp true --model_dim {args.model_dim}",
@@ -411,8 +383,8 @@ class Distributed:
 def environment_ranks() -> tuple[int, int, int]:
     """(rank, local rank, world size) as torchrun's environment gives them; (0, 0, 1) without it."""
     try:
-        rank, local, world = (int(os.environ.get(k, d)) for k,
-                              d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+        rank, local, world = (int(os.environ.get(name, default)) for name, default in
+                              (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     except ValueError as e:
         raise UserError(f"RANK, LOCAL_RANK and WORLD_SIZE must be whole numbers: {e}") from None
     if not 0 <= rank < world:
@@ -434,8 +406,7 @@ def start_distributed(args: Hyperparameters, rank: int, local_rank: int, world_s
     backend = "nccl" if cuda else "gloo"
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limits[0]))
     dist.init_process_group(backend, store=dist.PrefixStore("training", store), rank=rank,
-                            world_size=world_size,
-                            timeout=limits[0])
+                            world_size=world_size, timeout=limits[0])
     return Distributed(rank, local_rank, world_size, device, store,
                        group=dist.new_group(backend=backend, timeout=limits[1]),
                        control=dist.new_group(backend="gloo", timeout=limits[1]))
@@ -472,9 +443,8 @@ class RunLog:
         except OSError as e:
             raise UserError(f"{path}: the run's log cannot be written there ({e.strerror}); --log_dir names "
                             f"another folder") from None
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX
-                        | fcntl.LOCK_NB)  # the kernel drops it when the process ends, see is_running
+        try:  # the kernel drops the lock when the process ends, see is_running
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # a file system without locks
             pass
 
@@ -684,32 +654,6 @@ def next_run_id(folder: Path) -> int:
     found = [int(m[1]) for p in folder.glob("*.txt") if (m := re.match(r"(\d{3,})_", p.name))]
     return max(found, default=-1) + 1
 
-
-def log_header(command: Command, ctx: Distributed, source: bytes, shards: list[Shard], run: str,
-               parent: str) -> list[str]:
-    """What a stranger needs to rerun the run from its log alone, one `key: value` a line."""
-    gpus = "none"
-    if ctx.device.type == "cuda":
-        try:
-            gpus = "\n" + subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=60,
-                                         check=True).stdout
-        except (OSError, subprocess.SubprocessError):  # a container without the tool still has the devices
-            gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    lines = [f"run: {run}", f"command: {shlex.join([Path(__file__).name, *sys.argv[1:]])}",
-             f"recipe: {command.recipe}",
-             f"scale: {command.scale}", f"world_size: {ctx.world_size}",
-             f"overrides: {json.dumps(command.overrides)}",
-             f"source_sha256: {hashlib.sha256(source).hexdigest()}"]
-    lines += [f"parent: {parent}"] if parent else []
-    lines += [f"python: {platform.python_version()}", f"pytorch: {torch.__version__}",
-              f"cuda: {torch.version.cuda}",
-              f"device: {ctx.device.type}",
-              f"started: {datetime.datetime.now().astimezone().isoformat(timespec='seconds')}"]
-    lines += [f"hyperparameter {name}: {json.dumps(value)}" for name,
-              value in dataclasses.asdict(command.args).items()]
-    lines += [f"data: {shard.path} {shard.num_tokens} tokens" for shard in shards]
-    return [*lines, f"gpus: {gpus}"]
-
 # ------------------------------------------------------------------------------------------------------------
 # Data: FineWeb shards (256 int32 of header, then uint16 tokens) and the one global token stream that the
 # rules fix.
@@ -753,8 +697,7 @@ def load_shard(path: str | os.PathLike) -> Tensor:
     """Memory-map one shard: a 1-D uint16 tensor of its tokens. Raises UserError (a ValueError) as check_shard
     does."""
     shard = check_shard(path)
-    # not torch.from_file, which takes only names that are UTF-8; "c", a private map, because torch wants it
-    # writable
+    # not torch.from_file, whose names must be UTF-8; "c", a private map, because torch wants it writable
     return torch.from_numpy(np.memmap(path, "<u2", "c", HEADER_BYTES, (shard.num_tokens,)))
 
 
@@ -863,10 +806,10 @@ def dense_mask(docs: Tensor, window: Tensor) -> Tensor:
     position = torch.arange(blocks, device=docs.device)
 
     def kept(num: Tensor, idx: Tensor) -> Tensor:
-        column = torch.where(position[None, :] < num[:, None], idx.long(),
-                             blocks)  # what is cut goes to a spare column
-        table = torch.zeros(blocks, blocks + 1, dtype=torch.bool, device=docs.device).scatter_(1, column,
-                                                                                               True)
+        # what is cut goes to a spare column
+        column = torch.where(position[None, :] < num[:, None], idx.long(), blocks)
+        table = torch.zeros(blocks, blocks + 1, dtype=torch.bool, device=docs.device)
+        table.scatter_(1, column, True)
         return table[:, :blocks].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
     token = torch.arange(docs.numel(), device=docs.device)
@@ -889,8 +832,7 @@ def attention_masks(docs: Tensor, window: Tensor) -> tuple[BlockMask | Tensor, B
     def block_mask(w: Tensor) -> BlockMask:
         p, f = windowed(partial_num, full_num, w)
         return BlockMask.from_kv_blocks(p[None, None], partial_idx[None, None], f[None, None],
-                                        full_idx[None, None],
-                                        BLOCK_SIZE=BLOCK, mask_mod=document_causal)
+                                        full_idx[None, None], BLOCK_SIZE=BLOCK, mask_mod=document_causal)
 
     long, short = (block_mask(w) for w in windows)
     return long, short
@@ -935,8 +877,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, scale: flo
                                           scale=scale).to(q.dtype)
 
 
-def rotary_table(length: int, head_dim: int, dtype: torch.dtype, device: torch.device
-                 | None = None) -> tuple[Tensor, Tensor]:
+def rotary_table(length: int, head_dim: int, dtype: torch.dtype, device: torch.device | None = None
+                 ) -> tuple[Tensor, Tensor]:
     """cos and sin of position * frequency, each (length, head_dim / 2): the first head_dim / 4 frequencies
     fall from 1 to 1/1024, the others are 0 and leave their half of the head unrotated."""
     frequency = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4, dtype=dtype, device=device)
@@ -963,8 +905,8 @@ def mix(*pairs: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def bf16_uniform(*shape: int, std: float) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=torch.bfloat16).uniform_(-math.sqrt(3) * std,
-                                                                           math.sqrt(3) * std))
+    bound = math.sqrt(3) * std
+    return nn.Parameter(torch.empty(*shape, dtype=torch.bfloat16).uniform_(-bound, bound))
 
 
 class Attention(nn.Module):
@@ -977,8 +919,7 @@ class Attention(nn.Module):
             self.qkvo_w[3].zero_()
 
     def forward(self, x: Tensor, value_embed: Tensor | None, lambdas: Tensor, mask: BlockMask | Tensor,
-                cos: Tensor,
-                sin: Tensor) -> Tensor:
+                cos: Tensor, sin: Tensor) -> Tensor:
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = linear(x, self.qkvo_w[:3].flatten(0, 1)).view(shape).split(self.num_heads, dim=2)
         q, k, v = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin), norm(v)
@@ -1112,8 +1053,7 @@ class HeadLoss(torch.autograd.Function):
         return (dx * grad).to(dx.dtype), (dw * grad).to(dw.dtype), None, None, None
 
 
-# Where the extras of a block go. Counted from the front, except what the last five blocks and the last mask
-# share.
+# Where the extras of a block go, counted from the front.
 VALUE_EMBEDS = 5  # the first five blocks and, again in order, the last five
 SKIPS = {9: 6, 10: 4, 11: 2}  # before block i, add out[j] times its weight
 NO_ATTENTION = 7
@@ -1130,9 +1070,8 @@ class GPT(nn.Module):
 
     def __init__(self, vocab_size: int, num_layers: int, num_heads: int, model_dim: int, max_seq_len: int,
                  head_dim: int = 128, eot_token: int = 50256, attention_scale: float = 0.12,
-                 logit_softcap: float = 15.0,
-                 backout: bool = False, smear: bool = False, head_chunks: int = 1, eval_head_chunks: int = 4,
-                 fused_mlp: bool = False) -> None:
+                 logit_softcap: float = 15.0, backout: bool = False, smear: bool = False,
+                 head_chunks: int = 1, eval_head_chunks: int = 4, fused_mlp: bool = False) -> None:
         super().__init__()
         assert num_heads * head_dim == model_dim and num_layers >= 12
         self.eot_token, self.logit_softcap, self.head_dim = eot_token, logit_softcap, head_dim
@@ -1154,8 +1093,8 @@ class GPT(nn.Module):
         self.mlps = nn.ModuleList(MLP(model_dim, fused_mlp) for _ in range(num_layers))
         # skip weights, block lambdas (x, x00, x01), attention lambdas (v, value embedding), backout, smear
         self.scalars = nn.Parameter(torch.tensor([1.0] * num_layers + [1.0, 0.0, 0.0] * num_layers
-                                                 + [0.5, 0.5] * num_layers
-                                                 + [1.0, 0.0] * backout + [0.0] * smear))
+                                                 + [0.5, 0.5] * num_layers + [1.0, 0.0] * backout
+                                                 + [0.0] * smear))
         self.lm_head_w = nn.Parameter(torch.zeros(-(-vocab_size // 128) * 128, model_dim))
         cos, sin = rotary_table(max_seq_len, head_dim, torch.float32)
         self.register_buffer("cos", cos, persistent=False)
@@ -1213,13 +1152,13 @@ class GPT(nn.Module):
 # owner updates the stack at once, one all-gather spreads the new weights. So the whole optimizer takes two
 # collectives a shape.
 
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single",
-                              None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+# renamed in torch 2.13
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# (a, b, c) of X <- aX + bAX + cAAX, A = XX^T, step by step
 NEWTON_SCHULZ = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
-                 (2.8769, -3.1427, 1.2046),
-                 (2.8366, -3.0525, 1.2012))  # (a, b, c) of X <- aX + bAX + cAAX, A = XX^T, step by step
+                 (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))
 
 
 def newton_schulz(G: Tensor, steps: int = 5) -> Tensor:
@@ -1255,8 +1194,7 @@ def split_halves(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def muon_update(weight: Tensor, grad: Tensor, low: Tensor, momentum: Tensor, smoothing: Tensor | None,
-                mu: Tensor,
-                shrink: Tensor, step_size: Tensor, beta: Tensor, interpolated: bool) -> Tensor:
+                mu: Tensor, shrink: Tensor, step_size: Tensor, beta: Tensor, interpolated: bool) -> Tensor:
     """One Muon step of a stack of matrices (..., rows, cols); returns the new weight (bf16), updates low
     (uint16), momentum (float32) and smoothing (bf16, or None) in place. The scalars are 0-d float32: mu the
     momentum, shrink 1 - lr * weight decay, step_size lr * sqrt(max(1, rows / cols)), beta of the update
@@ -1460,7 +1398,7 @@ class Snoo:
     def step(self) -> None:
         """Call after every inner step."""
         if self.current_step % self.k == 0:
-            for dtype in dict.fromkeys(p.dtype for p in self.params):  # foreach is few kernels only within one
+            for dtype in dict.fromkeys(p.dtype for p in self.params):  # foreach fuses only within a dtype
                 fast, slow, average = ([t for t in tensors if t.dtype == dtype]
                                        for tensors in (self.params, self.outer_buf, self.average_move))
                 torch._foreach_sub_(fast, slow)  # the parameters hold the move, -d, until they become slow
@@ -1519,21 +1457,21 @@ def build_optimizers(model: GPT, args: Hyperparameters, rank: int = 0, world_siz
     everything = [id(p) for p in model.parameters()]
     assert sorted(covered) == sorted(everything), "groups must cover each parameter exactly once"
     adam = torch.optim.AdamW(
-        [dict(params=ps, lr=lr, base_lr=lr) for ps, lr in ((head, args.head_lr), (embeds, args.embed_lr),
-                                                           (scalars, args.scalar_lr))],
+        [dict(params=params, lr=lr, base_lr=lr) for params, lr in
+         ((head, args.head_lr), (embeds, args.embed_lr), (scalars, args.scalar_lr))],
         betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps, weight_decay=args.adam_weight_decay,
         fused=True)
     decay = args.muon_weight_decay
     muon = Muon(
-        [dict(params=ps, base_lr=args.muon_lr, weight_decay=wd) for ps,
-         wd in ((attention, decay), (mlp, decay * args.mlp_decay_multiplier))],
+        [dict(params=attention, base_lr=args.muon_lr, weight_decay=decay),
+         dict(params=mlp, base_lr=args.muon_lr, weight_decay=decay * args.mlp_decay_multiplier)],
         lr=args.muon_lr, weight_decay=decay, momentum=muon_momentum(0, args),
-        update_smoothing=smoothing_beta(0, args),
-        smoothing_interpolated=args.update_smoothing_interpolated, smoothing=smoothing_is_on(args), rank=rank,
-        world_size=world_size, compile_options=args.compile_options)
-    snoo = Snoo(model, args.snoo_lr, args.snoo_momentum, args.snoo_k,
-                args.snoo_nesterov) if args.snoo else None
-    return adam, muon, snoo
+        update_smoothing=smoothing_beta(0, args), smoothing=smoothing_is_on(args),
+        smoothing_interpolated=args.update_smoothing_interpolated, rank=rank, world_size=world_size,
+        compile_options=args.compile_options)
+    if not args.snoo:
+        return adam, muon, None
+    return adam, muon, Snoo(model, args.snoo_lr, args.snoo_momentum, args.snoo_k, args.snoo_nesterov)
 
 
 def learning_rate_scale(step: int, args: Hyperparameters) -> float:
@@ -1565,8 +1503,8 @@ def window_blocks(step: int, args: Hyperparameters) -> int:
     source carries a note of 1792 tokens, left from an older record; the code that ran used 3456."""
     x = step / args.num_iterations
     tokens = args.window_max * (4 * x**3 - 6 * x**2 + 3 * x)
-    return min(max(math.ceil(tokens / BLOCK), 1),
-               args.window_max // BLOCK)  # min: rounding must not reach one more
+    # min: rounding must not reach one more
+    return min(max(math.ceil(tokens / BLOCK), 1), args.window_max // BLOCK)
 
 
 def outer_steps(args: Hyperparameters) -> tuple[int, int]:
@@ -1605,9 +1543,12 @@ class Training:
         self.muon.load_state_dict(state["muon"])
         if self.snoo:
             self.snoo.load_state_dict(state["snoo"])
-        torch.set_rng_state(state["rng"]["cpu"].cpu())
-        if self.model.scalars.is_cuda and "cuda" in state["rng"]:
-            torch.cuda.set_rng_state(state["rng"]["cuda"].cpu())
+        self.load_rng(state["rng"])
+
+    def load_rng(self, state: dict[str, Tensor]) -> None:
+        torch.set_rng_state(state["cpu"].cpu())
+        if self.model.scalars.is_cuda and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
 def build_training(args: Hyperparameters, ctx: Distributed) -> Training:
@@ -1615,10 +1556,9 @@ def build_training(args: Hyperparameters, ctx: Distributed) -> Training:
     torch.manual_seed(args.seed)
     with ctx.device:
         model = GPT(args.vocab_size, args.num_layers, args.num_heads, args.model_dim,
-                    max(args.train_seq_len, args.val_seq_len),
-                    args.head_dim, args.eot_token, args.attention_scale, args.logit_softcap, args.backout,
-                    args.smear,
-                    args.head_chunks, fused_mlp=args.fused_mlp)
+                    max(args.train_seq_len, args.val_seq_len), args.head_dim, args.eot_token,
+                    args.attention_scale, args.logit_softcap, args.backout, args.smear, args.head_chunks,
+                    fused_mlp=args.fused_mlp)
     if ctx.world_size > 1:
         for p in model.parameters():
             dist.broadcast(p.detach(), 0)
@@ -1690,12 +1630,6 @@ def train_step(training: Training, batch: tuple[Tensor, Tensor], step: int, args
 # Kernel warm-up and validation.
 
 
-def random_batch(num_tokens: int, args: Hyperparameters, ctx: Distributed,
-                 generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(args.vocab_size, (num_tokens + 1,), generator=generator)
-    return to_device((tokens[:-1].to(torch.int32), tokens[1:]), ctx)
-
-
 def warm_up(training: Training, args: Hyperparameters, ctx: Distributed) -> None:
     """Compile and run everything once on random tokens, then put all state back: parameters, every
     optimizer's and Snoo's state, RNG. The loader is not touched. Kept on the CPU meanwhile, so that the peak
@@ -1707,16 +1641,20 @@ def warm_up(training: Training, args: Hyperparameters, ctx: Distributed) -> None
             return {k: kept(v) for k, v in tree.items()}
         return [kept(v) for v in tree] if isinstance(tree, list) else copy.deepcopy(tree)
 
+    generator = torch.Generator().manual_seed(ctx.rank)  # the global RNG stays as it is
+
+    def random_batch(num_tokens: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(args.vocab_size, (num_tokens + 1,), generator=generator)
+        return to_device((tokens[:-1].to(torch.int32), tokens[1:]), ctx)
+
     if args.warmup_steps > 0:
         before = kept(training.state())
-        generator = torch.Generator().manual_seed(ctx.rank)  # the global RNG stays as it is
-        local_tokens = args.batch_sequences // ctx.world_size * args.train_seq_len
         for _ in range(args.warmup_steps):
-            train_step(training, random_batch(local_tokens, args, ctx, generator), 0, args, ctx)
+            train_step(training, random_batch(args.batch_sequences // ctx.world_size * args.train_seq_len), 0,
+                       args, ctx)
         training.model.eval()
         with torch.no_grad():
-            training.forward(*random_batch(args.val_seq_len, args, ctx, generator),
-                             window_tensor(0, args, ctx))
+            training.forward(*random_batch(args.val_seq_len), window_tensor(0, args, ctx))
         training.model.train()
         training.load(before)
     ctx.synchronize()
@@ -1772,41 +1710,38 @@ class Published:
                 f"{z}")
 
 
-def read_column(path: Path, columns: tuple[str, ...]) -> list[tuple[float, ...]]:
+def read_columns(path: Path, columns: tuple[str, ...]) -> list[tuple[float, ...]]:
     """The named columns of a CSV file, as floats. UserError names path, line and rule."""
     try:
         with open(path, newline="", encoding="utf-8") as f:
-            reader = csv.DictReader(f)
-            if not set(columns) <= set(reader.fieldnames or ()):
-                raise UserError(f"{path}: needs the columns {', '.join(columns)}, found "
-                                f"{', '.join(reader.fieldnames or ['nothing'])}")
-            rows = []
-            for row in reader:
-                try:
-                    rows.append(tuple(_parse_finite(row[c]) for c in columns))
-                except (TypeError, ValueError):
-                    raise UserError(f"{path}, line {reader.line_num}: {', '.join(columns)} must be finite "
-                                    f"numbers") from None
+            rows = csv.DictReader(f)
+            if not set(columns) <= set(found := rows.fieldnames or ["nothing"]):
+                raise UserError(f"{path}: needs the columns {', '.join(columns)}, found {', '.join(found)}")
+            return [tuple(finite(row[name]) for name in columns) for row in rows]
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise UserError(f"{path}: cannot be read ({e})") from None
-    return rows
+    except UserError:
+        raise
+    except (TypeError, ValueError):
+        wrong = f"{path}, line {rows.line_num}: {', '.join(columns)} must be finite numbers"
+        raise UserError(wrong) from None
 
 
 def read_published(path: Path) -> Published:
     """A curve from a curve.csv (with the runs.csv beside it) or from a run's log. UserError when it holds
     none."""
     if path.suffix == ".csv":
-        curve = {int(step): loss for step, loss in read_column(path, ("step", "val_loss"))}
+        curve = {int(step): loss for step, loss in read_columns(path, ("step", "val_loss"))}
         runs = path.parent / "runs.csv"
-        finals = [loss for loss, in read_column(runs, ("val_loss",))] if runs.exists() else []
+        finals = [loss for loss, in read_columns(runs, ("val_loss",))] if runs.exists() else []
     else:
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError as e:
             raise UserError(f"{path}: cannot be read ({e.strerror})") from None
-        body = text[text.rfind(f"\n{SEPARATOR}\n") + 1:]  # the source before it may print such lines too
-        found = re.findall(r"^step:(\d+)/\d+ val_loss:(\d+\.\d+)\s[^\n]*\n", body,
-                           re.MULTILINE)  # whole lines only
+        # whole lines only, and not those that the source in the log may hold
+        found = re.findall(r"^step:(\d+)/\d+ val_loss:(\d+\.\d+)\s[^\n]*\n",
+                           text[text.rfind(f"\n{SEPARATOR}\n") + 1:], re.MULTILINE)
         curve, finals = {int(step): float(loss) for step, loss in found}, []
     if not curve:
         raise UserError(f"{path}: holds no validation loss to compare with; --compare_with wants a curve.csv "
@@ -1891,8 +1826,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def save_checkpoint(training: Training, progress: Progress, about: dict[str, typing.Any], keep: int,
-                    log: RunLog, folder: Path,
-                    ctx: Distributed) -> None:
+                    log: RunLog, folder: Path, ctx: Distributed) -> None:
     """Write folder/step_NNNNNN and drop older ones. A failure is said and removed; training goes on without
     it."""
     final = folder / f"step_{progress.step:06d}"
@@ -1940,9 +1874,9 @@ def drop_older(kept: list[str], keep: int, folder: Path, log: RunLog) -> None:
     a file: what is not the name of a checkpoint beside `folder`, or belongs to a run that is alive, stays."""
     while len(kept) > keep:
         old = folder.parent / kept.pop(0)
-        if not re.fullmatch(r"[\w-]+_checkpoints/step_\d{6,}",
-                            f"{old.parent.name}/{old.name}") or not old.is_dir() \
-                or old.parent.parent != folder.parent or (old.parent != folder and is_running(old.parent)):
+        ours = old.parent.parent == folder.parent and old.is_dir() and re.fullmatch(
+            r"[\w-]+_checkpoints/step_\d{6,}", f"{old.parent.name}/{old.name}")
+        if not ours or (old.parent != folder and is_running(old.parent)):
             continue
         try:
             delete_checkpoint(old)
@@ -1992,11 +1926,10 @@ def load_tensors(path: Path) -> dict[str, typing.Any]:
     return value
 
 
+# of shared.pt
 PARTS = dict(format=int, step=int, train_time_ms=float, val_losses=list, kept=list, data_position=list,
-             recipe=str, scale=str,
-             hyperparameters=dict, source_sha256=str, world_size=int, log=str, model=dict, adam=dict,
-             snoo=(dict, type(None)),
-             rng=dict)  # of shared.pt
+             recipe=str, scale=str, hyperparameters=dict, source_sha256=str, world_size=int, log=str,
+             model=dict, adam=dict, snoo=(dict, type(None)), rng=dict)
 
 
 def read_checkpoint(folder: Path) -> dict[str, typing.Any]:
@@ -2008,11 +1941,10 @@ def read_checkpoint(folder: Path) -> dict[str, typing.Any]:
     wrong = [name for name, kind in PARTS.items() if not isinstance(shared.get(name), kind)]
     if wrong or shared["format"] != CHECKPOINT_FORMAT or shared["world_size"] < 1 or shared["step"] < 0:
         raise UserError(f"{folder / 'shared.pt'}: not a checkpoint of format {CHECKPOINT_FORMAT} of this "
-                        f"program"
-                        + (f" (no good: {', '.join(wrong)})" if wrong else ""))
+                        f"program" + (f" (no good: {', '.join(wrong)})" if wrong else ""))
     shards = [load_tensors(folder / f"muon_{r}.pt") for r in range(shared["world_size"])]
-    if any(not isinstance(shard.get(name), kind) for shard in shards for name,
-           kind in (("state", dict), ("param_groups", list))):
+    if not all(isinstance(shard.get("state"), dict) and isinstance(shard.get("param_groups"), list)
+               for shard in shards):
         raise UserError(f"{folder}: a muon_N.pt holds something else than Muon's state")
     shared["muon"] = dict(state={i: s for shard in shards for i, s in shard["state"].items()},
                           param_groups=shards[0]["param_groups"])
@@ -2046,8 +1978,7 @@ def stream_position(shards: list[Shard], batch_tokens: int, batch: int) -> list[
 
 
 def check_resumable(saved: dict[str, typing.Any], args: Hyperparameters, source: bytes,
-                    train_shards: list[Shard], folder: Path
-                    ) -> list[str]:
+                    train_shards: list[Shard], folder: Path) -> list[str]:
     """What differs between the checkpoint's run and this one. UserError when anything does, unless
     resume_anyway."""
     ours, theirs = dataclasses.asdict(args), saved["hyperparameters"]
@@ -2063,9 +1994,8 @@ def check_resumable(saved: dict[str, typing.Any], args: Hyperparameters, source:
     if saved["step"] < args.num_iterations and saved["data_position"] != position:
         differing.append(f"position in the training data: {saved['data_position']} there, {position} here")
     if differing and not args.resume_anyway:
-        raise UserError(f"{folder}: that run is another one; --resume_anyway true takes what fits. "
-                        f"Different:\n       "
-                        + "\n       ".join(differing))
+        raise UserError("\n       ".join([f"{folder}: that run is another one; --resume_anyway true takes "
+                                         f"what fits. Different:", *differing]))
     return differing
 
 
@@ -2079,45 +2009,39 @@ def check_adam_state(optimizer: torch.optim.AdamW, state: dict[str, typing.Any])
             raise ValueError(f"AdamW's parameter {i} needs the state {wanted}, found {theirs}")
 
 
-NO_FIT = (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError)
-
-
 def resume(training: Training, saved: dict[str, typing.Any], args: Hyperparameters,
            folder: Path) -> list[str]:
-    """Put a checkpoint's state in place; UserError when it does not fit. With resume_anyway, part by part and
-    under this run's hyperparameters; returns what the log has to say about it."""
-    if not args.resume_anyway:
-        try:
-            check_adam_state(training.adam, saved["adam"])
-            training.load(saved)
-        except NO_FIT as e:
-            reason = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
-            raise UserError(f"{folder}: its state does not fit this model ({reason})") from None
-        return []
+    """Put a checkpoint's state in place, part by part. Returns what does not fit, a UserError unless
+    resume_anyway; that also keeps this run's hyperparameters."""
     current = training.state()
     model, theirs = current["model"], saved["model"]
     fits = {n: theirs[n] for n, t in model.items() if isinstance(theirs.get(n), Tensor)
             and (theirs[n].shape, theirs[n].dtype) == (t.shape, t.dtype)}
     training.model.load_state_dict({**model, **fits})
-    lines = [f"{len(fits)} of {len(model)} parameters taken"]
+    unfit = [] if fits.keys() == model.keys() else [f"only {len(fits)} of {len(model)} parameters taken"]
     if training.snoo:  # unless its state fits too, the slow weights are those that were taken
         training.snoo.outer_buf = [p.detach().clone() for p in training.snoo.params]
-    for part in ("adam", "muon", "snoo"):
-        optimizer, state = getattr(training, part), saved[part]
-        if optimizer is None or state is None:
-            continue
+    for part in ("adam", "muon", "snoo", "rng"):
+        state = saved[part]
         try:
-            if part == "snoo":
-                settings = {k: getattr(optimizer, k) for k in ("lr", "momentum", "k", "nesterov")}
-                optimizer.load_state_dict(state)
-                vars(optimizer).update(settings)
-                continue
-            if part == "adam":
-                check_adam_state(optimizer, state)
-            optimizer.load_state_dict({**state, "param_groups": current[part]["param_groups"]})
-        except NO_FIT as e:
-            lines.append(f"{part}'s state not taken ({' '.join(str(e).split())[:300]})")
-    return lines
+            if part == "rng":
+                training.load_rng(state)
+            elif part == "snoo" and (snoo := training.snoo):
+                settings = dict(lr=snoo.lr, momentum=snoo.momentum, k=snoo.k, nesterov=snoo.nesterov)
+                snoo.load_state_dict(state)
+                vars(snoo).update(settings)
+            elif part != "snoo":
+                if part == "adam":
+                    check_adam_state(training.adam, state)
+                if args.resume_anyway:
+                    state = {**state, "param_groups": current[part]["param_groups"]}
+                getattr(training, part).load_state_dict(state)
+        # whatever a foreign state meets in there
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as e:
+            unfit.append(f"{part}'s state not taken ({type(e).__name__}: {' '.join(str(e).split())[:300]})")
+    if unfit and not args.resume_anyway:
+        raise UserError(f"{folder}: its state does not fit this model ({'; '.join(unfit)})")
+    return unfit
 
 # ------------------------------------------------------------------------------------------------------------
 # The run: checks, set-up, loop. One clock: it starts after the warm-up and stands still in validation and
@@ -2143,11 +2067,23 @@ class Clock:
         return self.before + 1e3 * (time.perf_counter() - self.since)
 
 
-def local_checks(command: Command, source: bytes, rank: int, local_rank: int, world_size: int
-                 ) -> dict[str, typing.Any]:
-    """All that this rank can find wrong before any process group or model exists. UserError, or what was
-    found."""
-    args = command.args
+@dataclass
+class Checked:
+    """What the checks before the run have found."""
+    source: bytes  # the script's own, as read at start
+    train: list[Shard]
+    val: list[Shard]
+    published: Published | None
+    comparison: str  # what the log says about it
+    folder: Path  # of the run's log
+    checkpoint: Path | None = None  # that --resume names
+    saved: dict[str, typing.Any] | None = None  # what it holds
+    differing: list[str] = dataclasses.field(default_factory=list)  # in what it is another run's
+
+
+def local_checks(command: Command, rank: int, local_rank: int, world_size: int) -> Checked:
+    """All that this rank can find wrong before any process group or model exists: UserError."""
+    args, source = command.args, Path(__file__).read_bytes()
     if torch.cuda.is_available() and local_rank >= torch.cuda.device_count():
         raise UserError(f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are there; start "
                         f"at most that many ranks a node (NPROC=N ./run.sh, or --nproc_per_node=N)")
@@ -2165,14 +2101,12 @@ def local_checks(command: Command, source: bytes, rank: int, local_rank: int, wo
             raise UserError(f"{folder}: the run's log cannot be written there ({existing} is "
                             f"{'not writable' if existing.is_dir() else 'not a folder'}); --log_dir names "
                             f"another folder")
-    found = dict(train=train, shards=[*train, *val], published=published, comparison=comparison,
-                 folder=folder, differing=[],
-                 checkpoint=None, saved=None)
+    checked = Checked(source, train, val, published, comparison, folder)
     if args.resume:
-        found["checkpoint"], found["saved"] = open_checkpoint(args)
-    if found["saved"] is not None:
-        found["differing"] = check_resumable(found["saved"], args, source, train, found["checkpoint"])
-    return found
+        checked.checkpoint, checked.saved = open_checkpoint(args)
+    if checked.saved is not None:
+        checked.differing = check_resumable(checked.saved, args, source, train, checked.checkpoint)
+    return checked
 
 
 def plan(command: Command, world_size: int) -> list[str]:
@@ -2232,8 +2166,7 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
     total, first = args.num_iterations, progress.step
     terminal = ctx.rank == 0 and sys.stdout.isatty()
     batches = token_batches(args.train_files, args.batch_sequences * args.train_seq_len, ctx.rank,
-                            ctx.world_size, first,
-                            args.vocab_size)
+                            ctx.world_size, first, args.vocab_size)
     batch = to_device(next(batches), ctx) if first < total else None
     clock, bad_step = Clock(ctx, progress.train_time_ms), FirstBadStep(ctx)
     watch.begin(first)
@@ -2262,8 +2195,8 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
                 if not math.isfinite(loss):
                     raise NotFinite(f"the validation loss at step {step}/{total} is not finite: the run has "
                                     "diverged")
-                progress.val_losses = [pair for pair in progress.val_losses
-                                       if pair[0] < step] + [[step, loss]]
+                earlier = [pair for pair in progress.val_losses if pair[0] < step]
+                progress.val_losses = [*earlier, [step, loss]]
                 average = progress.train_time_ms / max(step, 1)
                 line = (f"step:{step}/{total} val_loss:{loss:.6f} train_time:{progress.train_time_ms:.0f}ms "
                         f"step_avg:{average:.2f}ms{published.remark(step, loss) if published else ''}")
@@ -2290,93 +2223,111 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
     raise AssertionError("the loop ends by validating")
 
 
-def agree_on_run(args: Hyperparameters, found: dict[str, typing.Any], ctx: Distributed) -> str:
+def agree_on_run(args: Hyperparameters, checked: Checked, ctx: Distributed) -> str:
     """Fill in seed and run_id, the same on all ranks, and return the log's name without its ending."""
     if args.seed is None:
-        saved = found["saved"]
+        saved = checked.saved
         args.seed = saved["hyperparameters"]["seed"] if saved else int.from_bytes(os.urandom(4), "little")
     if args.run_id is None:
-        args.run_id = next_run_id(found["folder"])
+        args.run_id = next_run_id(checked.folder)
     name = f"{args.run_id:03d}_{uuid.uuid4()}"
     args.seed, args.run_id, name = ctx.share((args.seed, args.run_id, name))[0]  # what rank 0 drew or found
-    checkpoint = found["checkpoint"] and found["checkpoint"].name
-    same = ctx.share(dataclasses.asdict(args) | {"checkpoint": checkpoint})
+    same = ctx.share((dataclasses.asdict(args), checked.checkpoint and checked.checkpoint.name))
     if any(other != same[0] for other in same):
         raise UserError("the ranks were started with different hyperparameters or checkpoints; start all "
                         "with one command")
     return name
 
 
-def write_header(log: RunLog, command: Command, ctx: Distributed, source: bytes, found: dict[str, typing.Any],
-                 name: str, remarks: list[str], saved: dict[str, typing.Any] | None) -> None:
-    """The log's second part, up to the line of =."""
-    run_path = f"{command.args.run_name}/{name}"
-    for line in log_header(command, ctx, source, found["shards"], run_path, saved["log"] if saved else ""):
-        log.write(line)
-    for line in [*plan(command, ctx.world_size), found["comparison"]]:
+def write_header(log: RunLog, command: Command, checked: Checked, remarks: list[str],
+                 ctx: Distributed) -> None:
+    """The log's second part, up to the line of =: what a stranger needs to rerun the run from its log alone,
+    one `key: value` a line, and what the run will do, which the console says too."""
+    gpus = "none"
+    if ctx.device.type == "cuda":
+        try:
+            gpus = "\n" + subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=60,
+                                         check=True).stdout
+        except (OSError, subprocess.SubprocessError):  # a container without the tool still has the devices
+            gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    args, saved = command.args, checked.saved
+    lines = dict(
+        run=f"{args.run_name}/{log.path.stem if log.path else ''}",
+        command=shlex.join([Path(__file__).name, *command.words]), recipe=command.recipe, scale=command.scale,
+        world_size=ctx.world_size, overrides=json.dumps(command.overrides),
+        source_sha256=hashlib.sha256(checked.source).hexdigest())
+    lines |= dict(parent=saved["log"]) if saved else {}
+    lines |= dict(python=platform.python_version(), pytorch=torch.__version__, cuda=torch.version.cuda,
+                  device=ctx.device.type,
+                  started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"))
+    lines |= {f"hyperparameter {name}": json.dumps(v) for name, v in dataclasses.asdict(args).items()}
+    for key, value in lines.items():
+        log.write(f"{key}: {value}")
+    for shard in (*checked.train, *checked.val):
+        log.write(f"data: {shard.path} {shard.num_tokens} tokens")
+    log.write(f"gpus: {gpus}")
+    for line in [*plan(command, ctx.world_size), checked.comparison]:
         log.say(line)
     if saved:
-        log.say(f"resumed from: {found['checkpoint']} at step {saved['step']}")
-    elif command.args.resume:
-        log.say(f"resumed from: nothing, no unfinished run under {found['folder']} has a checkpoint; "
+        log.say(f"resumed from: {checked.checkpoint} at step {saved['step']}")
+    elif args.resume:
+        log.say(f"resumed from: nothing, no unfinished run under {checked.folder} has a checkpoint; "
                 f"starting at step 0")
     for line in remarks:
         log.write(f"resumed anyway: {line}")
     log.write(SEPARATOR)
 
 
-def checkpoint_saver(training: Training, progress: Progress, command: Command, source: bytes,
-                     found: dict[str, typing.Any], name: str, log: RunLog, watch: Watch, ctx: Distributed
-                     ) -> typing.Callable[[], None]:
+def checkpoint_saver(training: Training, progress: Progress, command: Command, checked: Checked, name: str,
+                     log: RunLog, watch: Watch, ctx: Distributed) -> typing.Callable[[], None]:
     """The function that writes a checkpoint of where the run stands."""
     args = command.args
     about = dict(format=CHECKPOINT_FORMAT, recipe=command.recipe, scale=command.scale,
-                 world_size=ctx.world_size,
-                 log=f"{args.run_name}/{name}.txt", hyperparameters=dataclasses.asdict(args),
-                 source_sha256=hashlib.sha256(source).hexdigest())
+                 world_size=ctx.world_size, log=f"{args.run_name}/{name}.txt",
+                 hyperparameters=dataclasses.asdict(args),
+                 source_sha256=hashlib.sha256(checked.source).hexdigest())
 
     def save() -> None:
         batch_tokens = args.batch_sequences * args.train_seq_len
-        position = dict(data_position=stream_position(found["train"], batch_tokens, progress.step))
+        position = dict(data_position=stream_position(checked.train, batch_tokens, progress.step))
         save_checkpoint(training, progress, about | position, args.keep_checkpoints, log,
-                        found["folder"] / f"{name}_checkpoints", ctx)
+                        checked.folder / f"{name}_checkpoints", ctx)
         watch.beat, watch.how_to_resume = time.monotonic(), how_to_resume(progress, args)
 
     return save
 
 
-def report(command: Command, progress: Progress, signum: int, found: dict[str, typing.Any], log: RunLog,
-           watch: Watch, ctx: Distributed) -> None:
+def report(command: Command, progress: Progress, signum: int, checked: Checked, log: RunLog, watch: Watch,
+           ctx: Distributed) -> None:
     """The last lines of log and console."""
     loss = progress.val_losses[-1][1] if progress.val_losses else float("nan")
-    if not signum and found["published"] and (verdict := found["published"].verdict(loss)):
+    if not signum and checked.published and (verdict := checked.published.verdict(loss)):
         log.say(verdict)
     log.write(peak_memory(ctx))
     if signum:
         log.say(f"interrupted at step {progress.step}: {watch.how_to_resume}")
     if ctx.rank == 0:
         if not signum:
-            mark_finished(progress.kept, found["folder"])
+            mark_finished(progress.kept, checked.folder)
         console(f"{'interrupted' if signum else 'finished'}: recipe {command.recipe}, scale {command.scale}, "
                 f"{progress.step} steps on {ctx.world_size} ranks\nlog: {log.path}\nval_loss: {loss:.6f}")
 
 
 def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
-    source = Path(__file__).read_bytes()
     args = command.args
     check_hyperparameters(args, world_size)
     if command.dry_run == "options":
         return
-    problem, found = None, {}
+    problem = checked = None
     try:
-        found = local_checks(command, source, rank, local_rank, world_size)
+        checked = local_checks(command, rank, local_rank, world_size)
     except UserError as e:
         if world_size == 1 or command.dry_run:
             raise
         problem = str(e)  # another rank may see no fault: all are told below, and rank 0 prints
     if command.dry_run:
         if rank == 0:
-            print("\n".join([*plan(command, world_size), found["comparison"], f"log: {found['folder']}/"]
+            print("\n".join([*plan(command, world_size), checked.comparison, f"log: {checked.folder}/"]
                             + [f"  --{name} {value}" for name, value in dataclasses.asdict(args).items()]))
         return
 
@@ -2384,28 +2335,29 @@ def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
     watch, log, progress = Watch(ctx, args.step_timeout), RunLog(None), Progress()
     try:
         ctx.agree(problem)
-        name = agree_on_run(args, found, ctx)
+        name = agree_on_run(args, checked, ctx)
         # state before the log: a checkpoint that does not fit leaves nothing behind
         training = build_training(args, ctx)
-        saved, problem, remarks = found.pop("saved"), None, found["differing"]
+        saved, remarks = checked.saved, checked.differing
         try:
             if saved:
-                remarks = [*remarks, *resume(training, saved, args, found["checkpoint"])]
+                remarks = [*remarks, *resume(training, saved, args, checked.checkpoint)]
                 progress = Progress(saved["step"], saved["train_time_ms"], saved["val_losses"], saved["kept"])
             if rank == 0:
-                log = watch.log = RunLog(found["folder"] / f"{name}.txt", source)
+                log = watch.log = RunLog(checked.folder / f"{name}.txt", checked.source)
         except UserError as e:
             problem = str(e)
         ctx.agree(problem)
-        write_header(log, command, ctx, source, found, name, remarks, saved)
+        write_header(log, command, checked, remarks, ctx)
         if rank == 0 and (args.save_every or args.save_final):
-            clear_leftovers(found["folder"])
-        saved, watch.how_to_resume = None, how_to_resume(progress, args)
+            clear_leftovers(checked.folder)
+        saved = checked.saved = None  # gigabytes
+        watch.how_to_resume = how_to_resume(progress, args)
 
         warm_up(training, args, ctx)
-        save = checkpoint_saver(training, progress, command, source, found, name, log, watch, ctx)
-        signum = train(training, progress, args, found["published"], save, log, watch, ctx)
-        report(command, progress, signum, found, log, watch, ctx)
+        save = checkpoint_saver(training, progress, command, checked, name, log, watch, ctx)
+        signum = train(training, progress, args, checked.published, save, log, watch, ctx)
+        report(command, progress, signum, checked, log, watch, ctx)
         log.close()
         watch.close()
     except Exception as e:
