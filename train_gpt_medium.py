@@ -1393,14 +1393,24 @@ class Snoo:
         self.lr, self.momentum, self.k, self.nesterov, self.current_step = lr, momentum, int(k), nesterov, 0
         self.outer_buf = [p.detach().clone() for p in self.params]
         self.average_move = [torch.zeros_like(slow) for slow in self.outer_buf]
+        # Parameters that are updated together: of one dtype, as foreach wants them, and on a CPU few enough to
+        # stay in its cache from one operation to the next.
+        limit = 2**18 if self.params[0].device.type == "cpu" else math.inf
+        self.pieces: list[list[int]] = []
+        for i, p in enumerate(self.params):
+            if i == 0 or p.dtype != self.params[i - 1].dtype or elements + p.numel() > limit:
+                self.pieces.append([])
+                elements = 0
+            self.pieces[-1].append(i)
+            elements += p.numel()
 
     @torch.no_grad()
     def step(self) -> None:
         """Call after every inner step."""
         if self.current_step % self.k == 0:
-            for dtype in dict.fromkeys(p.dtype for p in self.params):  # foreach fuses only within a dtype
-                fast, slow, average = ([t for t in tensors if t.dtype == dtype]
-                                       for tensors in (self.params, self.outer_buf, self.average_move))
+            for piece in self.pieces:
+                fast, slow, average = ([tensors[i] for i in piece] for tensors in
+                                       (self.params, self.outer_buf, self.average_move))
                 torch._foreach_sub_(fast, slow)  # the parameters hold the move, -d, until they become slow
                 move, lr = fast, self.lr
                 if self.momentum > 0:

@@ -592,7 +592,7 @@ def main(argv: list[str]) -> None:
         for dim in (1024,) if full else (16, 128):
             bench_muon(device, dim)
     if "snoo" in wanted:
-        for elements in (1000, 2**14, 2**20) if not full else (2**14, 2**20, 2**22):
+        for elements in (1000, 2**14, 2**16, 2**20) if not full else (2**14, 2**20, 2**22):
             bench_snoo(device, elements)
     if "reduction" in wanted:
         bench_reduction()
