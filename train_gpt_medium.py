@@ -80,8 +80,8 @@ DEFAULT_RECIPE = "2025-09-16_Snoo"
 @dataclass
 class Hyperparameters:
     # data
-    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of training shards, from this script
-    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of validation shards
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob, relative to this script
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob
     batch_sequences: int = 8  # sequences a step over all ranks; the world size must divide it
     train_seq_len: int = 65536  # tokens a training sequence (one micro-batch), a multiple of 128
     val_seq_len: int = 262144  # tokens a validation sequence, a multiple of 128 and of 4
@@ -154,7 +154,7 @@ class Hyperparameters:
         return dict(coordinate_descent_tuning=self.coordinate_descent_tuning) if self.compile else None
 
 
-# fields that do not change what is computed: a resumed run may differ in them
+# fields in which a resumed run may differ: nothing computed from there on depends on them
 BOOKKEEPING = ("seed", "run_name", "run_id", "log_dir", "compare_with", "save_every", "save_final",
                "keep_checkpoints", "resume", "resume_anyway", "startup_timeout", "step_timeout")
 
@@ -220,24 +220,26 @@ def option_type(annotation: str) -> typing.Callable[[str], typing.Any]:
             return convert(text)
         except (ValueError, KeyError):
             wish = f"{wanted} or none" if optional else wanted
-            raise argparse.ArgumentTypeError(f"{text}: must be {wish}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} must be {wish}") from None
 
     return parse
 
 
 class OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
-        raise UserError(f"{message}; see --help")
+        expected = "expected one argument"
+        more = "; a value that begins with - is written --field=value" if message.endswith(expected) else ""
+        raise UserError(f"{message.removeprefix('argument ')}{more}; see --help")
 
 
-def parse_command(argv: list[str]) -> Command:
-    """Resolve `--field value`, `--field=value` and bare `--boolean_field`; UserError on anything unknown or
-    ill-typed. Of an option given twice the last counts."""
+def option_parser() -> OptionParser:
+    """--recipe, --scale, --dry_run and every field; the comment behind a field is its help."""
     parser = OptionParser(
-        "train_gpt_medium.py", "%(prog)s [--recipe NAME] [--scale NAME] [--dry_run] [--field value ...]",
-        __doc__.split("\n\n")[0], "Precedence: default < recipe < scale < field.", allow_abbrev=False,
+        prog="train_gpt_medium.py",
+        usage="%(prog)s [--recipe NAME] [--scale NAME] [--dry_run] [--field value ...]",
+        description=__doc__.split("\n\n")[0], epilog="Precedence: default < recipe < scale < field.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=42, width=180),
-        argument_default=argparse.SUPPRESS)
+        argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--recipe", default=DEFAULT_RECIPE, choices=RECIPES,
                         help=f"the settings of a record (default {DEFAULT_RECIPE})")
     parser.add_argument("--scale", default="record", choices=SCALES,
@@ -245,21 +247,34 @@ def parse_command(argv: list[str]) -> Command:
     parser.add_argument("--dry_run", default="", nargs="?", const="all", choices=["all", "options"],
                         help="make every check (options: those without data), print the run, and end")
     source = Path(__file__).read_text(encoding="utf-8")  # inspect.getsource takes a tenth of a second
+    source = source[source.index("\nclass Hyperparameters:"):source.index("\nBOOKKEEPING")]
     comments = dict(re.findall(r"^    (\w+): [\w| ]+ = .*?  # (.*)", source, re.MULTILINE))
-    fields = dataclasses.fields(Hyperparameters)
-    for field in fields:
+    for field in dataclasses.fields(Hyperparameters):
         bare = dict(nargs="?", const=True) if field.type == "bool" else {}
+        default = {None: "none", True: "true", False: "false", "": "empty"}.get(field.default, field.default)
         parser.add_argument(f"--{field.name}", type=option_type(field.type), **bare,
                             metavar=field.type.partition(" ")[0].upper(),
-                            help=f"{comments[field.name]} (default {field.default})".replace("%", "%%"))
-    # --snoo-k is --snoo_k
-    given, unknown = parser.parse_known_args(
-        [re.sub("[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word, count=1)
-         if word.startswith("--") else word for word in argv])
+                            help=f"{comments.get(field.name, '')} (default {default})".replace("%", "%%"))
+    return parser
+
+
+def parse_command(argv: list[str]) -> Command:
+    """Resolve `--field value`, `--field=value` and bare `--boolean_field`; UserError on anything unknown,
+    ill-typed or given twice."""
+    words = [re.sub("[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), word, count=1)
+             if word.startswith("--") else word for word in argv]  # --snoo-k is --snoo_k
+    names = [word.partition("=")[0] for word in words if word.startswith("--")]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{twice[0]} is given twice")
+    given, unknown = option_parser().parse_known_args(words)
+    if unknown and not unknown[0].startswith("--"):
+        raise UserError(f"{unknown[0]}: no option before it takes it; options are written --field value, and "
+                        f"a pattern in quotes")
     if unknown:
-        close = difflib.get_close_matches(unknown[0].lstrip("-"), [f.name for f in fields], n=3, cutoff=0.4)
-        raise UserError(f"{unknown[0]}: no such option{'; nearest: ' if close else ''}{', '.join(close)}; "
-                        f"options are written --field value, see --help")
+        known = ["recipe", "scale", "dry_run", *(f.name for f in dataclasses.fields(Hyperparameters))]
+        name = unknown[0].partition("=")[0]
+        close = difflib.get_close_matches(name[2:], known, n=3, cutoff=0.5)
+        raise UserError(f"{name}: no such option; {'nearest: ' if close else 'see --help'}{', '.join(close)}")
     overrides = vars(given)
     recipe, scale, dry_run = (overrides.pop(name) for name in ("recipe", "scale", "dry_run"))
     args = Hyperparameters(**{**RECIPES[recipe], **SCALES[scale], **overrides})
@@ -296,8 +311,8 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
          "feed the first and the last five blocks, skip connections reach block 11)")
     rule(args.seed is None or 0 <= args.seed < 2**63, f"--seed {args.seed}", "must lie in [0, 2^63)")
     rule(args.run_id is None or 0 <= args.run_id, f"--run_id {args.run_id}", "must not be negative")
-    rule(re.fullmatch(r"[\w.+-]+", args.run_name) is not None and args.run_name.strip(".") != "",
-         f"--run_name {args.run_name}", "names a folder: letters, digits and . _ + - only")
+    rule(re.fullmatch(r"[\w.+][\w.+-]*", args.run_name) is not None and args.run_name.strip(".") != "",
+         f"--run_name {args.run_name}", "names a folder: letters, digits and . _ + - only, no - in front")
     rule(args.num_heads * args.head_dim == args.model_dim,
          f"--num_heads {args.num_heads} --head_dim {args.head_dim} --model_dim {args.model_dim}",
          "num_heads * head_dim must equal model_dim")
@@ -326,8 +341,10 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
          "--update_smoothing_interpolated true", "there is no smoothing to interpolate: set update_smoothing")
     rule(args.warmup_steps > 0 or not args.compile, "--warmup_steps 0 --compile true",
          "the kernel warm-up is where the compiler gets its time; keep a step of it")
-    rule(not args.fused_mlp or args.model_dim % 64 == 0, f"--fused_mlp true --model_dim {args.model_dim}",
-         "the fused kernel needs model_dim to be a multiple of 64")
+    longest = max(args.train_seq_len, args.val_seq_len)
+    rule(not args.fused_mlp or (args.model_dim % 64 == 0 and longest * 4 * args.model_dim < 2**31),
+         f"--fused_mlp true --model_dim {args.model_dim} on {longest} tokens",
+         "the fused kernel needs model_dim to be a multiple of 64, and tokens * 4 * model_dim below 2^31")
     rule(not args.resume_anyway or args.resume != "", "--resume_anyway true", "goes with --resume")
     if broken:
         raise UserError("\n       ".join(broken))
@@ -345,7 +362,7 @@ def local_path(path: str) -> Path:
         raise UserError(f"{path}: there is no such home folder") from None
 
 # ------------------------------------------------------------------------------------------------------------
-# Distributed set-up, signals and the run log. One rank is world size 1, with no process group.
+# Distributed set-up and the run log. One rank is world size 1, with no process group.
 
 
 @dataclass(frozen=True)
@@ -487,168 +504,6 @@ class RunLog:
                 console(f"WARNING: {self.path}: the end of the log may be lost ({e.strerror})")
 
 
-def find_cause(text: str, symptom: bool, ctx: Distributed) -> tuple[str, bool]:
-    """(the first failure that any rank reported, whether it is this rank's): the others fail because of it.
-
-    A symptom is a peer that is gone or silent. It waits 2 s, in which a failure proper is reported, and then
-    names all that ranks said of themselves, and those that said nothing."""
-    if ctx.store is None:
-        return text, True
-    try:
-        # where no launcher keeps the store it ends with rank 0, and a clone would seek it for startup_timeout
-        ctx.store.set_timeout(datetime.timedelta(seconds=5))
-        store = ctx.store.clone()  # a connection of its own: the other one may be waiting
-        store.set(f"failure/{ctx.rank}", text)
-        if symptom:
-            time.sleep(2)
-            said = {r: store.check([f"failure/{r}"]) for r in range(ctx.world_size)}
-            text = "; ".join(store.get(f"failure/{r}").decode() for r in said if said[r])
-            if silent := ", ".join(str(r) for r in said if not said[r]):
-                text += f"; no word from rank {silent}: killed, or stuck"
-        first, _, cause = store.compare_set("failure", "", f"{ctx.rank} {text}").decode().partition(" ")
-        return cause, int(first) == ctx.rank
-    except (RuntimeError, ValueError):  # the store went away with the launcher that kept it
-        return text, True
-
-
-def tell_launcher(text: str) -> None:
-    """torchrun ends by printing what the first failed rank left in this file."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    extra = dict(py_callstack=text, timestamp=str(int(time.time())))
-    try:
-        if path:
-            Path(path).write_text(json.dumps(dict(message=dict(message=text, extraInfo=extra))))
-    except OSError:
-        pass
-
-
-def end_failed_rank(text: str, trace: str, symptom: bool, log: RunLog, ctx: Distributed,
-                    code: int = 1) -> typing.NoReturn:
-    """The end of one rank of several: the cause goes to log, console and launcher, once. Without the
-    interpreter's shutdown, which would wait for collectives that never end."""
-    cause, mine = find_cause(text, symptom, ctx)
-    log.write(f"failed: {cause}")
-    log.close()
-    threading.Timer(5, os._exit, (code,)).start()  # a console that blocks must not keep the rank
-    console((trace if mine else "") + (f"error: {cause}\n" if ctx.rank == 0 else ""), end="", file=sys.stderr)
-    if mine:
-        tell_launcher(f"{trace}error: {cause}")
-    else:
-        time.sleep(2)  # torchrun takes the first rank to end for the root cause
-    os._exit(code)
-
-
-NEVER = 2**31 - 1  # a step that no run reaches
-STOP_GRACE = 20  # seconds that a step may still take after a signal; torchrun kills its ranks after 30
-
-
-class Watch:
-    """Signals and silence, watched by a thread: a rank that waits inside C++, where Python's handlers do not
-    run, ends too.
-
-    SIGINT and SIGTERM: outside of training the rank ends at once. In training the step is finished, and all
-    ranks leave after the same one: the agreement is two int32 over gloo, started at one step and read at the
-    next, which costs the device nothing; the first step whose loss is not finite travels with it. A second
-    signal ends the rank at once. So does a step that outlives STOP_GRACE, or no step in step_timeout seconds:
-    these are failures, and the log says where each rank stands. A launcher that dies counts as SIGTERM."""
-
-    def __init__(self, ctx: Distributed, step_timeout: int) -> None:
-        self.ctx, self.limit = ctx, step_timeout
-        self.log, self.how_to_resume = RunLog(None), "nothing was saved"
-        self.step, self.beat, self.training, self.ending = 0, 0.0, False, False
-        self.signum, self.since = 0, 0.0
-        self.flag = torch.tensor([0, -NEVER], dtype=torch.int32)
-        self.work: dist.Work | None = None
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.main_thread = threading.get_ident()
-        self.pipe = os.pipe()
-        os.set_blocking(self.pipe[1], False)
-        self.before = {s: signal.signal(s, lambda signum, frame: None)
-                       for s in (signal.SIGINT, signal.SIGTERM)}
-        self.wakeup = signal.set_wakeup_fd(self.pipe[1])  # the C handler writes each signal's number there
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        while True:
-            ready, _, _ = select.select([self.pipe[0]], [], [], 1.0)
-            received = [n for n in os.read(self.pipe[0], 64) if n in (0, *self.before)] if ready else []
-            if 0 in received:
-                return
-            if self.launcher is not None and os.getppid() != self.launcher:
-                received, self.launcher = [*received, int(signal.SIGTERM)], None
-            now = time.monotonic()
-            for signum in received:
-                # half a second: one Ctrl-C may arrive twice, from the terminal and through a launcher
-                if not self.training or (self.signum and now - self.since > 0.5):
-                    self._stop_at_once(signum)
-                if not self.signum:
-                    self.signum, self.since = signum, now
-            if not self.training:
-                continue
-            if self.signum and not self.ending and now - self.since > STOP_GRACE:
-                name = signal.Signals(self.signum).name
-                self._fail(f"did not end {STOP_GRACE} s after {name}", 128 + self.signum)
-            if now - self.beat > self.limit:
-                self._fail(f"has not ended after {self.limit:.0f} s", 1)
-
-    def _stop_at_once(self, signum: int) -> typing.NoReturn:
-        cause, name = "", signal.Signals(signum).name
-        threading.Timer(3, os._exit, (128 + signum,)).start()  # should console or disk block
-        if self.ctx.store is not None:
-            try:  # a launcher sends SIGTERM to the ranks that outlive another: that one's failure is the news
-                store = self.ctx.store.clone()
-                cause = store.get("failure").decode().partition(" ")[2] if store.check(["failure"]) else ""
-            except (RuntimeError, ValueError):
-                pass
-        when = "a second time, without saving" if self.training else "before training began"
-        self.log.say(f"failed: {cause}" if cause
-                     else f"interrupted at step {self.step} by {name}, {when}: {self.how_to_resume}")
-        self.log.close()
-        os._exit(128 + signum)
-
-    def _fail(self, what: str, code: int) -> typing.NoReturn:
-        frame, where = sys._current_frames().get(self.main_thread), "?"
-        while frame is not None:  # the innermost line of this file
-            if frame.f_code.co_filename == __file__:
-                where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
-                break
-            frame = frame.f_back
-        text = f"step {self.step} {what}: rank {self.ctx.rank} is in {where}"
-        if self.ctx.world_size > 1:
-            end_failed_rank(text, "", True, self.log, self.ctx, code)
-        self.log.say(f"failed: {text}")
-        os._exit(code)
-
-    def begin(self, step: int) -> None:
-        """Training begins: from here on a signal waits for the end of the step."""
-        self.step, self.beat, self.training = step, time.monotonic(), True
-
-    def agreed(self, step: int, bad_step: int) -> tuple[int, int]:
-        """Call once a step, with this rank's first step of a loss that is not finite, or NEVER: the signal
-        that all ranks stop for now, or 0, and the first such step of any rank."""
-        self.step, self.beat = step, time.monotonic()
-        if self.ctx.world_size == 1:
-            return self.signum, bad_step
-        if self.work is not None:
-            self.work.wait()
-        stop, bad = self.flag.tolist()
-        self.flag = torch.tensor([self.signum, -bad_step], dtype=torch.int32)  # MAX: the earliest step
-        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.ctx.control, async_op=True)
-        return stop, -bad
-
-    def close(self) -> None:
-        """Give the signals back, once the agreement that is under way has ended."""
-        if self.work is not None:
-            self.work.wait()
-        os.write(self.pipe[1], b"\0")
-        self.thread.join()
-        signal.set_wakeup_fd(self.wakeup)
-        for signum, handler in self.before.items():
-            signal.signal(signum, handler)
-        os.close(self.pipe[0]), os.close(self.pipe[1])
-
-
 def next_run_id(folder: Path) -> int:
     """One more than the largest number in the names <run_id:03d>_<uuid>.txt of a run's folder."""
     found = [int(m[1]) for p in folder.glob("*.txt") if (m := re.match(r"(\d{3,})_", p.name))]
@@ -721,12 +576,14 @@ def check_enough(shards: list[Shard], batch_tokens: int, needed: int, what: str,
     if sum(counts) >= needed:
         return
     per_shard = max(counts)
-    if per_shard:
-        want = (f"at {per_shard} batches a shard the run needs {math.ceil(needed / per_shard)} shards; fetch "
-                f"more with: python data/cached_fineweb10B.py {math.ceil(needed / per_shard)}, or shorten "
-                "the run")
-    else:
+    if not per_shard:
         want = "no shard is longer than one batch"
+    elif what == "validation":
+        want = "lower --val_tokens"
+    else:
+        count = math.ceil(needed / per_shard)
+        want = (f"at {per_shard} batches a shard the run needs {count} shards; fetch more with: python "
+                f"data/cached_fineweb10B.py {count}, or shorten the run")
     raise UserError(f"{what}: {needed} batches of {batch_tokens} tokens are needed, but the {len(shards)} "
                     f"shards of {pattern} give {sum(counts)}; {want}")
 
@@ -838,6 +695,77 @@ def attention_masks(docs: Tensor, window: Tensor) -> tuple[BlockMask | Tensor, B
     return long, short
 
 # ------------------------------------------------------------------------------------------------------------
+# --fused_mlp: relu squared inside the MLP's two products, in Triton.
+
+
+if triton is not None:
+    @triton.jit
+    def relu_squared_product_kernel(a, b, out, act, N, K, stride_bk, stride_bn, BACKWARD: tl.constexpr,
+                                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                                    GROUP: tl.constexpr):
+        """A tile of out = relu(a b)^2, or BACKWARD of out = (a b) * 2 sqrt(act): the gradient of relu
+        squared, which needs only its own output. a (M, K) and out (M, N) are contiguous, b (K, N) has any
+        strides, sizes are whole tiles."""
+        # programs go down GROUP rows of tiles before the next column: tiles of b stay in the L2 cache
+        pid, columns = tl.program_id(0), N // BLOCK_N
+        first = pid // (GROUP * columns) * GROUP
+        rows = tl.minimum(tl.num_programs(0) // columns - first, GROUP)
+        m = (first + pid % (GROUP * columns) % rows) * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = pid % (GROUP * columns) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        a_tile = a + m[:, None] * K + k[None, :]
+        b_tile = b + k[:, None] * stride_bk + n[None, :] * stride_bn
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for _ in range(0, K, BLOCK_K):
+            total = tl.dot(tl.load(a_tile), tl.load(b_tile), total, input_precision="ieee")
+            a_tile += BLOCK_K
+            b_tile += BLOCK_K * stride_bk
+        total = total.to(out.dtype.element_ty).to(tl.float32)  # rounded as a product of its own would be
+        place = m[:, None] * N + n[None, :]
+        if BACKWARD:
+            result = total * 2 * tl.sqrt(tl.load(act + place).to(tl.float32))
+        else:
+            positive = tl.maximum(total, 0)
+            result = positive * positive
+        tl.store(out + place, result.to(out.dtype.element_ty))
+
+
+# An operator of its own: Inductor then knows that the output is new, and neither copies nor reads it first.
+@torch.library.custom_op("train_gpt_medium::relu_squared_product", mutates_args=(),
+                         schema="(Tensor a, Tensor b, Tensor? act) -> Tensor")
+def relu_squared_product(a: Tensor, b: Tensor, act: Tensor | None = None) -> Tensor:
+    """relu(a b)^2 in one kernel, or with act = relu(h)^2 the gradient (a b) * 2 relu(h). a (M, K), b (K, N);
+    M must be a multiple of 128, N of 256, K of 64, and M * N below 2^31."""
+    (M, K), N = a.shape, b.size(1)
+    assert M % 128 == 0 and N % 256 == 0 and K % 64 == 0 and M * N < 2**31
+    out = torch.empty(M, N, dtype=a.dtype, device=a.device)
+    relu_squared_product_kernel[(M // 128 * (N // 256),)](
+        a.contiguous(), b, out, out if act is None else act, N, K, b.stride(0), b.stride(1),
+        BACKWARD=act is not None, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3)
+    return out
+
+
+@relu_squared_product.register_fake
+def _(a: Tensor, b: Tensor, act: Tensor | None = None) -> Tensor:
+    return a.new_empty(a.size(0), b.size(1))
+
+
+class FusedMLP(torch.autograd.Function):
+    """relu(x fc_w^T)^2 proj_w^T for x (T, dim), saving only the activation; see --fused_mlp."""
+
+    @staticmethod
+    def forward(ctx: typing.Any, x: Tensor, fc_w: Tensor, proj_w: Tensor) -> Tensor:
+        act = relu_squared_product(x, fc_w.t(), None)
+        ctx.save_for_backward(x, fc_w, proj_w, act)
+        return act @ proj_w.t()
+
+    @staticmethod
+    def backward(ctx: typing.Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, fc_w, proj_w, act = ctx.saved_tensors
+        dh = relu_squared_product(dy, proj_w, act)
+        return dh @ fc_w, dh.t() @ x, dy.t() @ act
+
+# ------------------------------------------------------------------------------------------------------------
 # Model. Its arithmetic follows its parameters: bf16 ones give the record's run, .double() a float64 model
 # throughout. On a CPU, which multiplies bf16 10 to 100 times more slowly, bf16 products run in float32:
 # product_dtype is the place.
@@ -926,74 +854,6 @@ class Attention(nn.Module):
         v = mix((lambdas[0], v), *([] if value_embed is None else [(lambdas[1], value_embed.view(shape))]))
         y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.scale)
         return linear(y.transpose(1, 2).flatten(2), self.qkvo_w[3])
-
-
-if triton is not None:
-    @triton.jit
-    def relu_squared_product_kernel(a, b, out, act, N, K, stride_bk, stride_bn, BACKWARD: tl.constexpr,
-                                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                                    GROUP: tl.constexpr):
-        """A tile of out = relu(a b)^2, or BACKWARD of out = (a b) * 2 sqrt(act): the gradient of relu
-        squared, which needs only its own output. a (M, K) and out (M, N) are contiguous, b (K, N) has any
-        strides, sizes are whole tiles."""
-        # programs go down GROUP rows of tiles before the next column: tiles of b stay in the L2 cache
-        pid, columns = tl.program_id(0), N // BLOCK_N
-        first = pid // (GROUP * columns) * GROUP
-        rows = tl.minimum(tl.num_programs(0) // columns - first, GROUP)
-        m = (first + pid % (GROUP * columns) % rows) * BLOCK_M + tl.arange(0, BLOCK_M)
-        n = pid % (GROUP * columns) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tl.arange(0, BLOCK_K)
-        a_tile = a + m[:, None] * K + k[None, :]
-        b_tile = b + k[:, None] * stride_bk + n[None, :] * stride_bn
-        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for _ in range(0, K, BLOCK_K):
-            total = tl.dot(tl.load(a_tile), tl.load(b_tile), total, input_precision="ieee")
-            a_tile += BLOCK_K
-            b_tile += BLOCK_K * stride_bk
-        total = total.to(out.dtype.element_ty).to(tl.float32)  # rounded as a product of its own would be
-        place = m[:, None] * N + n[None, :]
-        if BACKWARD:
-            result = total * 2 * tl.sqrt(tl.load(act + place).to(tl.float32))
-        else:
-            positive = tl.maximum(total, 0)
-            result = positive * positive
-        tl.store(out + place, result.to(out.dtype.element_ty))
-
-
-# An operator of its own: Inductor then knows that the output is new, and neither copies nor reads it first.
-@torch.library.custom_op("train_gpt_medium::relu_squared_product", mutates_args=(),
-                         schema="(Tensor a, Tensor b, Tensor? act) -> Tensor")
-def relu_squared_product(a: Tensor, b: Tensor, act: Tensor | None = None) -> Tensor:
-    """relu(a b)^2 in one kernel, or with act = relu(h)^2 the gradient (a b) * 2 relu(h). a (M, K), b (K, N);
-    M must be a multiple of 128, N of 256, K of 64, and M * N below 2^31."""
-    (M, K), N = a.shape, b.size(1)
-    assert M % 128 == 0 and N % 256 == 0 and K % 64 == 0 and M * N < 2**31
-    out = torch.empty(M, N, dtype=a.dtype, device=a.device)
-    relu_squared_product_kernel[(M // 128 * (N // 256),)](
-        a.contiguous(), b, out, out if act is None else act, N, K, b.stride(0), b.stride(1),
-        BACKWARD=act is not None, BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP=8, num_warps=8, num_stages=3)
-    return out
-
-
-@relu_squared_product.register_fake
-def _(a: Tensor, b: Tensor, act: Tensor | None = None) -> Tensor:
-    return a.new_empty(a.size(0), b.size(1))
-
-
-class FusedMLP(torch.autograd.Function):
-    """relu(x fc_w^T)^2 proj_w^T for x (T, dim), saving only the activation; see --fused_mlp."""
-
-    @staticmethod
-    def forward(ctx: typing.Any, x: Tensor, fc_w: Tensor, proj_w: Tensor) -> Tensor:
-        act = relu_squared_product(x, fc_w.t(), None)
-        ctx.save_for_backward(x, fc_w, proj_w, act)
-        return act @ proj_w.t()
-
-    @staticmethod
-    def backward(ctx: typing.Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, fc_w, proj_w, act = ctx.saved_tensors
-        dh = relu_squared_product(dy, proj_w, act)
-        return dh @ fc_w, dh.t() @ x, dy.t() @ act
 
 
 class MLP(nn.Module):
@@ -1393,12 +1253,12 @@ class Snoo:
         self.lr, self.momentum, self.k, self.nesterov, self.current_step = lr, momentum, int(k), nesterov, 0
         self.outer_buf = [p.detach().clone() for p in self.params]
         self.average_move = [torch.zeros_like(slow) for slow in self.outer_buf]
-        # Parameters that are updated together: of one dtype, as foreach wants them, and on a CPU few enough to
-        # stay in its cache from one operation to the next.
+        # Parameters that are updated together: of one dtype, as foreach wants them, and on a CPU no more than
+        # its cache holds from one operation to the next.
         limit = 2**18 if self.params[0].device.type == "cpu" else math.inf
-        self.pieces: list[list[int]] = []
+        self.pieces, elements = [], 0
         for i, p in enumerate(self.params):
-            if i == 0 or p.dtype != self.params[i - 1].dtype or elements + p.numel() > limit:
+            if not self.pieces or p.dtype != self.params[i - 1].dtype or elements + p.numel() > limit:
                 self.pieces.append([])
                 elements = 0
             self.pieces[-1].append(i)
@@ -1436,6 +1296,8 @@ class Snoo:
         if missing := sorted(keys - state_dict.keys()):
             raise ValueError(f"Snoo's state lacks {', '.join(missing)}")
         optimizer = state_dict["optimizer_state_dict"]
+        if missing := sorted({"average_move", "nesterov"} - optimizer.keys()):
+            raise ValueError(f"Snoo's optimizer_state_dict lacks {', '.join(missing)}")
         pairs = (("outer_buf", self.outer_buf, state_dict["outer_buf"]),
                  ("average_move", self.average_move, optimizer["average_move"]))
         for name, ours, theirs in pairs:
@@ -1585,6 +1447,9 @@ def window_tensor(step: int, args: Hyperparameters, ctx: Distributed) -> Tensor:
     return torch.full((), window_blocks(step, args), dtype=torch.int32, device=ctx.device)
 
 
+NEVER = 2**31 - 1  # a step that no run reaches
+
+
 class FirstBadStep:
     """The first step whose loss was not finite on this rank. No wait for the device: what it found is copied
     to pinned memory, where the host reads it some steps later."""
@@ -1618,7 +1483,6 @@ def train_step(training: Training, batch: tuple[Tensor, Tensor], step: int, args
     if ctx.world_size > 1:  # AdamW's gradients first: it steps while Muon's are on their way
         reductions = [dist.all_reduce(p.grad, dist.ReduceOp.AVG, group=training.group, async_op=True)
                       for g in adam.param_groups for p in g["params"]]
-    muon.process_group = training.group
     muon.start_reduction()
 
     scale = learning_rate_scale(step, args)
@@ -1670,7 +1534,7 @@ def warm_up(training: Training, args: Hyperparameters, ctx: Distributed) -> None
     ctx.synchronize()
     if ctx.world_size > 1:
         dist.barrier()  # of the default group, which waits for the slowest compiler
-        training.group = ctx.group
+        training.group = training.muon.process_group = ctx.group
         dist.barrier(group=ctx.group)
     if ctx.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -1765,22 +1629,185 @@ def find_published(command: Command) -> tuple[Published | None, str]:
     wanted = command.args.compare_with
     if wanted == "none":
         return None, "comparison: none"
-    path = local_path(wanted)
-    if wanted == "recipe":
-        path = ROOT / "records" / "track_2_medium" / command.recipe / "curve.csv"
+    ours = ROOT / "records" / "track_2_medium" / command.recipe / "curve.csv"
+    path = ours if wanted == "recipe" else local_path(wanted)
     if wanted == "recipe" and not path.exists():
         return None, f"comparison: none, there is no {path}"
     recipe = Hyperparameters(**RECIPES[command.recipe])
     changed = [n for n, v in dataclasses.asdict(command.args).items()
                if n not in BOOKKEEPING and v != getattr(recipe, n)]
-    differs = f"; this run differs in {', '.join(changed)}" if changed else ""
+    differs = f"; this run differs from recipe {command.recipe} in {', '.join(changed)}" if changed else ""
     return read_published(path), f"comparison: {path}{differs}"
+
+# ------------------------------------------------------------------------------------------------------------
+# Faults: a rank that fails, is stopped or hangs ends all of them, and the log says why.
+
+
+def find_cause(text: str, symptom: bool, ctx: Distributed) -> tuple[str, bool]:
+    """(the first failure that any rank reported, whether it is this rank's): the others fail because of it.
+
+    A symptom is a peer that is gone or silent. It waits 2 s, in which a failure proper is reported, and then
+    names all that ranks said of themselves, and those that said nothing."""
+    if ctx.store is None:
+        return text, True
+    try:
+        # where no launcher keeps the store it ends with rank 0, and a clone would seek it for startup_timeout
+        ctx.store.set_timeout(datetime.timedelta(seconds=5))
+        store = ctx.store.clone()  # a connection of its own: the other one may be waiting
+        store.set(f"failure/{ctx.rank}", text)
+        if symptom:
+            time.sleep(2)
+            said = {r: store.check([f"failure/{r}"]) for r in range(ctx.world_size)}
+            text = "; ".join(store.get(f"failure/{r}").decode() for r in said if said[r])
+            if silent := ", ".join(str(r) for r in said if not said[r]):
+                text += f"; no word from rank {silent}: killed, or stuck"
+        first, _, cause = store.compare_set("failure", "", f"{ctx.rank} {text}").decode().partition(" ")
+        return cause, int(first) == ctx.rank
+    except (RuntimeError, ValueError):  # the store went away with the launcher that kept it
+        return text, True
+
+
+def tell_launcher(text: str) -> None:
+    """torchrun ends by printing what the first failed rank left in this file."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    extra = dict(py_callstack=text, timestamp=str(int(time.time())))
+    try:
+        if path:
+            Path(path).write_text(json.dumps(dict(message=dict(message=text, extraInfo=extra))))
+    except OSError:
+        pass
+
+
+def end_failed_rank(text: str, trace: str, symptom: bool, log: RunLog, ctx: Distributed,
+                    code: int = 1) -> typing.NoReturn:
+    """The end of one rank of several: the cause goes to log, console and launcher, once. Without the
+    interpreter's shutdown, which would wait for collectives that never end."""
+    cause, mine = find_cause(text, symptom, ctx)
+    log.write(f"failed: {cause}")
+    log.close()
+    threading.Timer(5, os._exit, (code,)).start()  # a console that blocks must not keep the rank
+    console((trace if mine else "") + (f"error: {cause}\n" if ctx.rank == 0 else ""), end="", file=sys.stderr)
+    if mine:
+        tell_launcher(f"{trace}error: {cause}")
+    else:
+        time.sleep(2)  # torchrun takes the first rank to end for the root cause
+    os._exit(code)
+
+
+STOP_GRACE = 20  # seconds that a step may still take after a signal; torchrun kills its ranks after 30
+
+
+class Watch:
+    """Signals and silence, watched by a thread: a rank that waits inside C++, where Python's handlers do not
+    run, ends too.
+
+    SIGINT and SIGTERM: outside of training the rank ends at once. In training the step is finished, and all
+    ranks leave after the same one: the agreement is two int32 over gloo, started at one step and read at the
+    next, which costs the device nothing; the first step whose loss is not finite travels with it. A second
+    signal ends the rank at once. So does a step that outlives STOP_GRACE, or no step in step_timeout seconds:
+    these are failures, and the log says where each rank stands. A launcher that dies counts as SIGTERM."""
+
+    def __init__(self, ctx: Distributed, step_timeout: int) -> None:
+        self.ctx, self.limit = ctx, step_timeout
+        self.log, self.how_to_resume = RunLog(None), "nothing was saved"
+        self.step, self.beat, self.training, self.ending = 0, 0.0, False, False
+        self.signum, self.since = 0, 0.0
+        self.flag = torch.tensor([0, -NEVER], dtype=torch.int32)
+        self.work: dist.Work | None = None
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.main_thread = threading.get_ident()
+        self.pipe = os.pipe()
+        os.set_blocking(self.pipe[1], False)
+        self.before = {s: signal.signal(s, lambda signum, frame: None)
+                       for s in (signal.SIGINT, signal.SIGTERM)}
+        self.wakeup = signal.set_wakeup_fd(self.pipe[1])  # the C handler writes each signal's number there
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            ready, _, _ = select.select([self.pipe[0]], [], [], 1.0)
+            received = [n for n in os.read(self.pipe[0], 64) if n in (0, *self.before)] if ready else []
+            if 0 in received:
+                return
+            if self.launcher is not None and os.getppid() != self.launcher:
+                received, self.launcher = [*received, int(signal.SIGTERM)], None
+            now = time.monotonic()
+            for signum in received:
+                # half a second: one Ctrl-C may arrive twice, from the terminal and through a launcher
+                if not self.training or (self.signum and now - self.since > 0.5):
+                    self._stop_at_once(signum)
+                if not self.signum:
+                    self.signum, self.since = signum, now
+            if not self.training:
+                continue
+            if self.signum and not self.ending and now - self.since > STOP_GRACE:
+                name = signal.Signals(self.signum).name
+                self._fail(f"did not end {STOP_GRACE} s after {name}", 128 + self.signum)
+            if now - self.beat > self.limit:
+                self._fail(f"has not ended after {self.limit:.0f} s", 1)
+
+    def _stop_at_once(self, signum: int) -> typing.NoReturn:
+        cause, name = "", signal.Signals(signum).name
+        threading.Timer(3, os._exit, (128 + signum,)).start()  # should console or disk block
+        if self.ctx.store is not None:
+            try:  # a launcher sends SIGTERM to the ranks that outlive another: that one's failure is the news
+                store = self.ctx.store.clone()
+                cause = store.get("failure").decode().partition(" ")[2] if store.check(["failure"]) else ""
+            except (RuntimeError, ValueError):
+                pass
+        when = "a second time, without saving" if self.training else "before training began"
+        self.log.say(f"failed: {cause}" if cause
+                     else f"interrupted at step {self.step} by {name}, {when}: {self.how_to_resume}")
+        self.log.close()
+        os._exit(128 + signum)
+
+    def _fail(self, what: str, code: int) -> typing.NoReturn:
+        frame, where = sys._current_frames().get(self.main_thread), "?"
+        while frame is not None:  # the innermost line of this file
+            if frame.f_code.co_filename == __file__:
+                where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
+                break
+            frame = frame.f_back
+        text = f"step {self.step} {what}: rank {self.ctx.rank} is in {where}"
+        if self.ctx.world_size > 1:
+            end_failed_rank(text, "", True, self.log, self.ctx, code)
+        self.log.say(f"failed: {text}")
+        os._exit(code)
+
+    def begin(self, step: int) -> None:
+        """Training begins: from here on a signal waits for the end of the step."""
+        self.step, self.beat, self.training = step, time.monotonic(), True
+
+    def agreed(self, step: int, bad_step: int) -> tuple[int, int]:
+        """Call once a step, with this rank's first step of a loss that is not finite, or NEVER: the signal
+        that all ranks stop for now, or 0, and the first such step of any rank."""
+        self.step, self.beat = step, time.monotonic()
+        if self.ctx.world_size == 1:
+            return self.signum, bad_step
+        if self.work is not None:
+            self.work.wait()
+        stop, bad = self.flag.tolist()
+        self.flag = torch.tensor([self.signum, -bad_step], dtype=torch.int32)  # MAX: the earliest step
+        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.ctx.control, async_op=True)
+        return stop, -bad
+
+    def close(self) -> None:
+        """Give the signals back, once the agreement that is under way has ended."""
+        if self.work is not None:
+            self.work.wait()
+        os.write(self.pipe[1], b"\0")
+        self.thread.join()
+        signal.set_wakeup_fd(self.wakeup)
+        for signum, handler in self.before.items():
+            signal.signal(signum, handler)
+        os.close(self.pipe[0]), os.close(self.pipe[1])
 
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints: a folder in which rank 0 writes what all ranks hold and each rank its own Muon shard. Written
 # aside, then renamed: complete or invisible. Read with weights_only: loading runs no code from the files.
 
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 FINISHED = "finished"  # an empty file in a run's checkpoints: --resume auto passes it over
 
 
@@ -1819,13 +1846,6 @@ def is_running(checkpoints: Path) -> bool:
     except OSError:  # no such log, or no locks on its file system
         pass
     return False
-
-
-def delete_checkpoint(path: Path) -> None:
-    """Renamed first: a half-deleted checkpoint must not look whole."""
-    aside = path.parent / f".{path.name}.{uuid.uuid4().hex}"
-    os.replace(path, aside)
-    shutil.rmtree(aside)
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -1889,7 +1909,9 @@ def drop_older(kept: list[str], keep: int, folder: Path, log: RunLog) -> None:
         if not ours or (old.parent != folder and is_running(old.parent)):
             continue
         try:
-            delete_checkpoint(old)
+            aside = old.parent / f".{old.name}.{uuid.uuid4().hex}"
+            os.replace(old, aside)  # a half-deleted checkpoint must not look whole
+            shutil.rmtree(aside)
             if not any(old.parent.iterdir()):
                 old.parent.rmdir()
         except OSError as e:
@@ -1930,13 +1952,13 @@ def load_tensors(path: Path) -> dict[str, typing.Any]:
         raise UserError(f"{path}: the checkpoint cannot be read ({e.strerror or e})") from None
     except Exception as e:  # a cut, foreign or hostile file fails in ways that torch does not list
         raise UserError(f"{path}: not a whole checkpoint file ({type(e).__name__}: "
-                        f"{str(e).splitlines()[0][:200]})") from None
+                        f"{' '.join(str(e).split())[:200]})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a checkpoint of this program ({type(value).__name__} inside)")
     return value
 
 
-# of shared.pt
+# what shared.pt must hold, and of which type
 PARTS = dict(format=int, step=int, train_time_ms=float, val_losses=list, kept=list, data_position=list,
              recipe=str, scale=str, hyperparameters=dict, source_sha256=str, world_size=int, log=str,
              model=dict, adam=dict, snoo=(dict, type(None)), rng=dict)
@@ -1950,8 +1972,9 @@ def read_checkpoint(folder: Path) -> dict[str, typing.Any]:
     shared = load_tensors(folder / "shared.pt")
     wrong = [name for name, kind in PARTS.items() if not isinstance(shared.get(name), kind)]
     if wrong or shared["format"] != CHECKPOINT_FORMAT or shared["world_size"] < 1 or shared["step"] < 0:
+        why = f"no good: {', '.join(wrong)}" if wrong else f"its format is {shared['format']}"
         raise UserError(f"{folder / 'shared.pt'}: not a checkpoint of format {CHECKPOINT_FORMAT} of this "
-                        f"program" + (f" (no good: {', '.join(wrong)})" if wrong else ""))
+                        f"program ({why})")
     shards = [load_tensors(folder / f"muon_{r}.pt") for r in range(shared["world_size"])]
     if not all(isinstance(shard.get("state"), dict) and isinstance(shard.get("param_groups"), list)
                for shard in shards):
@@ -2019,36 +2042,46 @@ def check_adam_state(optimizer: torch.optim.AdamW, state: dict[str, typing.Any])
             raise ValueError(f"AdamW's parameter {i} needs the state {wanted}, found {theirs}")
 
 
+@torch.no_grad()
 def resume(training: Training, saved: dict[str, typing.Any], args: Hyperparameters,
            folder: Path) -> list[str]:
-    """Put a checkpoint's state in place, part by part. Returns what does not fit, a UserError unless
-    resume_anyway; that also keeps this run's hyperparameters."""
-    current = training.state()
+    """Put a checkpoint's state in place. Returns what of it does not fit: a UserError, unless resume_anyway;
+    with that the optimizers take their state but keep this run's settings."""
+    current, unfit = training.state(), []
+
+    def attempt(part: str, load: typing.Callable[[dict[str, typing.Any]], None]) -> None:
+        state = saved[part]
+        try:
+            if args.resume_anyway and "param_groups" in (current[part] or {}):
+                state = {**state, "param_groups": current[part]["param_groups"]}
+            load(state)
+        except torch.OutOfMemoryError:
+            raise
+        # whatever a foreign state meets in there
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as e:
+            unfit.append(f"{part}'s state not taken ({type(e).__name__}: {' '.join(str(e).split())[:300]})")
+
     model, theirs = current["model"], saved["model"]
     fits = {n: theirs[n] for n, t in model.items() if isinstance(theirs.get(n), Tensor)
             and (theirs[n].shape, theirs[n].dtype) == (t.shape, t.dtype)}
     training.model.load_state_dict({**model, **fits})
-    unfit = [] if fits.keys() == model.keys() else [f"only {len(fits)} of {len(model)} parameters taken"]
-    if training.snoo:  # unless its state fits too, the slow weights are those that were taken
-        training.snoo.outer_buf = [p.detach().clone() for p in training.snoo.params]
-    for part in ("adam", "muon", "snoo", "rng"):
-        state = saved[part]
-        try:
-            if part == "rng":
-                training.load_rng(state)
-            elif part == "snoo" and (snoo := training.snoo):
-                settings = dict(lr=snoo.lr, momentum=snoo.momentum, k=snoo.k, nesterov=snoo.nesterov)
-                snoo.load_state_dict(state)
-                vars(snoo).update(settings)
-            elif part != "snoo":
-                if part == "adam":
-                    check_adam_state(training.adam, state)
-                if args.resume_anyway:
-                    state = {**state, "param_groups": current[part]["param_groups"]}
-                getattr(training, part).load_state_dict(state)
-        # whatever a foreign state meets in there
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as e:
-            unfit.append(f"{part}'s state not taken ({type(e).__name__}: {' '.join(str(e).split())[:300]})")
+    if len(fits) < len(model):
+        unfit.append(f"only {len(fits)} of {len(model)} parameters taken")
+
+    def load_adam(state: dict[str, typing.Any]) -> None:
+        check_adam_state(training.adam, state)
+        training.adam.load_state_dict(state)
+
+    attempt("adam", load_adam)
+    attempt("muon", training.muon.load_state_dict)
+    if snoo := training.snoo:
+        torch._foreach_copy_(snoo.outer_buf, snoo.params)  # unless its state fits, they start from the model
+        settings = dict(lr=snoo.lr, momentum=snoo.momentum, k=snoo.k, nesterov=snoo.nesterov)
+        attempt("snoo", snoo.load_state_dict)
+        # the average changes with the momentum, so that SGD's buffer would stay what it was
+        torch._foreach_mul_(snoo.average_move, (1 - settings["momentum"]) / (1 - snoo.momentum))
+        vars(snoo).update(settings)
+    attempt("rng", training.load_rng)
     if unfit and not args.resume_anyway:
         raise UserError(f"{folder}: its state does not fit this model ({'; '.join(unfit)})")
     return unfit
@@ -2081,8 +2114,8 @@ class Clock:
 class Checked:
     """What the checks before the run have found."""
     source: bytes  # the script's own, as read at start
-    train: list[Shard]
-    val: list[Shard]
+    train_shards: list[Shard]
+    val_shards: list[Shard]
     published: Published | None
     comparison: str  # what the log says about it
     folder: Path  # of the run's log
@@ -2099,10 +2132,10 @@ def local_checks(command: Command, rank: int, local_rank: int, world_size: int) 
                         f"at most that many ranks a node (NPROC=N ./run.sh, or --nproc_per_node=N)")
     if args.fused_mlp and not (torch.cuda.is_available() and triton is not None):
         raise UserError("--fused_mlp true: its kernel needs a CUDA GPU and the package triton")
-    train, val = find_shards(args.train_files), find_shards(args.val_files)
+    train_shards, val_shards = find_shards(args.train_files), find_shards(args.val_files)
     batch_tokens, val_batch = args.batch_sequences * args.train_seq_len, world_size * args.val_seq_len
-    check_enough(train, batch_tokens, args.num_iterations, "training", args.train_files)
-    check_enough(val, val_batch, args.val_tokens // val_batch, "validation", args.val_files)
+    check_enough(train_shards, batch_tokens, args.num_iterations, "training", args.train_files)
+    check_enough(val_shards, val_batch, args.val_tokens // val_batch, "validation", args.val_files)
     published, comparison = find_published(command)
     folder = local_path(args.log_dir) / args.run_name
     if rank == 0:
@@ -2111,11 +2144,11 @@ def local_checks(command: Command, rank: int, local_rank: int, world_size: int) 
             raise UserError(f"{folder}: the run's log cannot be written there ({existing} is "
                             f"{'not writable' if existing.is_dir() else 'not a folder'}); --log_dir names "
                             f"another folder")
-    checked = Checked(source, train, val, published, comparison, folder)
+    checked = Checked(source, train_shards, val_shards, published, comparison, folder)
     if args.resume:
         checked.checkpoint, checked.saved = open_checkpoint(args)
     if checked.saved is not None:
-        checked.differing = check_resumable(checked.saved, args, source, train, checked.checkpoint)
+        checked.differing = check_resumable(checked.saved, args, source, train_shards, checked.checkpoint)
     return checked
 
 
@@ -2188,36 +2221,34 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
                                                          and step > first)
         watch.ending = step == total  # then a signal has nothing left to stop
         signum, bad = (0, NEVER) if watch.ending else watch.agreed(step, bad_step.seen())
-        if validating or saving or signum:
+        pausing = validating or saving or signum > 0
+        if pausing:
             progress.step, progress.train_time_ms = step, clock.stop()
             bad = min(bad, *ctx.share(bad_step.seen()))  # the clock has waited for the device
         if bad < NEVER:
-            raise NotFinite(f"the training loss of step {bad + 1}/{total} is not finite: the run has "
-                            "diverged")
-        if validating or saving or signum:
-            if signum:
-                watch.ending = True
-                if (args.save_every > 0 or args.save_final) and step > first:
-                    save()
-                return signum
-            if validating:
-                loss = validate(training, step, args, ctx)
-                if not math.isfinite(loss):
-                    raise NotFinite(f"the validation loss at step {step}/{total} is not finite: the run has "
-                                    "diverged")
-                earlier = [pair for pair in progress.val_losses if pair[0] < step]
-                progress.val_losses = [*earlier, [step, loss]]
-                average = progress.train_time_ms / max(step, 1)
-                line = (f"step:{step}/{total} val_loss:{loss:.6f} train_time:{progress.train_time_ms:.0f}ms "
-                        f"step_avg:{average:.2f}ms{published.remark(step, loss) if published else ''}")
-                log.write(line)
-                left = average * (total - step) / 6e4
-                if ctx.rank == 0:
-                    console(f"{chr(13) if terminal else ''}{line} time_left:{left:.1f}min")
-            if saving:
+            raise NotFinite(f"the training loss of step {bad + 1}/{total} is not finite: the run diverged")
+        if signum:
+            watch.ending = True
+            if (args.save_every > 0 or args.save_final) and step > first:
                 save()
-            if step == total:
-                return 0
+            return signum
+        if validating:
+            loss = validate(training, step, args, ctx)
+            if not math.isfinite(loss):
+                raise NotFinite(f"the validation loss at step {step}/{total} is not finite: the run diverged")
+            progress.val_losses = [pair for pair in progress.val_losses if pair[0] < step] + [[step, loss]]
+            average = progress.train_time_ms / max(step, 1)
+            line = (f"step:{step}/{total} val_loss:{loss:.6f} train_time:{progress.train_time_ms:.0f}ms "
+                    f"step_avg:{average:.2f}ms{published.remark(step, loss) if published else ''}")
+            log.write(line)
+            left = average * (total - step) / 6e4
+            if ctx.rank == 0:
+                console(f"{chr(13) if terminal else ''}{line} time_left:{left:.1f}min")
+        if saving:
+            save()
+        if step == total:
+            return 0
+        if pausing:
             clock.start()
 
         # training; the next batch is made ready while the device works on this one
@@ -2235,14 +2266,15 @@ def train(training: Training, progress: Progress, args: Hyperparameters, publish
 
 def agree_on_run(args: Hyperparameters, checked: Checked, ctx: Distributed) -> str:
     """Fill in seed and run_id, the same on all ranks, and return the log's name without its ending."""
+    if args.seed is None and checked.saved:
+        args.seed = checked.saved["hyperparameters"].get("seed")
     if args.seed is None:
-        saved = checked.saved
-        args.seed = saved["hyperparameters"]["seed"] if saved else int.from_bytes(os.urandom(4), "little")
+        args.seed = int.from_bytes(os.urandom(4), "little")
     if args.run_id is None:
         args.run_id = next_run_id(checked.folder)
     name = f"{args.run_id:03d}_{uuid.uuid4()}"
     args.seed, args.run_id, name = ctx.share((args.seed, args.run_id, name))[0]  # what rank 0 drew or found
-    same = ctx.share((dataclasses.asdict(args), checked.checkpoint and checked.checkpoint.name))
+    same = ctx.share((dataclasses.asdict(args), checked.checkpoint and checked.checkpoint.parts[-2:]))
     if any(other != same[0] for other in same):
         raise UserError("the ranks were started with different hyperparameters or checkpoints; start all "
                         "with one command")
@@ -2253,6 +2285,8 @@ def write_header(log: RunLog, command: Command, checked: Checked, remarks: list[
                  ctx: Distributed) -> None:
     """The log's second part, up to the line of =: what a stranger needs to rerun the run from its log alone,
     one `key: value` a line, and what the run will do, which the console says too."""
+    if log.path is None:
+        return
     gpus = "none"
     if ctx.device.type == "cuda":
         try:
@@ -2262,7 +2296,7 @@ def write_header(log: RunLog, command: Command, checked: Checked, remarks: list[
             gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     args, saved = command.args, checked.saved
     lines = dict(
-        run=f"{args.run_name}/{log.path.stem if log.path else ''}",
+        run=f"{args.run_name}/{log.path.stem}",
         command=shlex.join([Path(__file__).name, *command.words]), recipe=command.recipe, scale=command.scale,
         world_size=ctx.world_size, overrides=json.dumps(command.overrides),
         source_sha256=hashlib.sha256(checked.source).hexdigest())
@@ -2273,7 +2307,7 @@ def write_header(log: RunLog, command: Command, checked: Checked, remarks: list[
     lines |= {f"hyperparameter {name}": json.dumps(v) for name, v in dataclasses.asdict(args).items()}
     for key, value in lines.items():
         log.write(f"{key}: {value}")
-    for shard in (*checked.train, *checked.val):
+    for shard in (*checked.train_shards, *checked.val_shards):
         log.write(f"data: {shard.path} {shard.num_tokens} tokens")
     log.write(f"gpus: {gpus}")
     for line in [*plan(command, ctx.world_size), checked.comparison]:
@@ -2299,7 +2333,7 @@ def checkpoint_saver(training: Training, progress: Progress, command: Command, c
 
     def save() -> None:
         batch_tokens = args.batch_sequences * args.train_seq_len
-        position = dict(data_position=stream_position(checked.train, batch_tokens, progress.step))
+        position = dict(data_position=stream_position(checked.train_shards, batch_tokens, progress.step))
         save_checkpoint(training, progress, about | position, args.keep_checkpoints, log,
                         checked.folder / f"{name}_checkpoints", ctx)
         watch.beat, watch.how_to_resume = time.monotonic(), how_to_resume(progress, args)
@@ -2310,8 +2344,8 @@ def checkpoint_saver(training: Training, progress: Progress, command: Command, c
 def report(command: Command, progress: Progress, signum: int, checked: Checked, log: RunLog, watch: Watch,
            ctx: Distributed) -> None:
     """The last lines of log and console."""
-    loss = progress.val_losses[-1][1] if progress.val_losses else float("nan")
-    if not signum and checked.published and (verdict := checked.published.verdict(loss)):
+    losses = [loss for _, loss in progress.val_losses]
+    if not signum and checked.published and (verdict := checked.published.verdict(losses[-1])):
         log.say(verdict)
     log.write(peak_memory(ctx))
     if signum:
@@ -2320,7 +2354,8 @@ def report(command: Command, progress: Progress, signum: int, checked: Checked, 
         if not signum:
             mark_finished(progress.kept, checked.folder)
         console(f"{'interrupted' if signum else 'finished'}: recipe {command.recipe}, scale {command.scale}, "
-                f"{progress.step} steps on {ctx.world_size} ranks\nlog: {log.path}\nval_loss: {loss:.6f}")
+                f"{progress.step} steps on {ctx.world_size} ranks\nlog: {log.path}\n"
+                f"val_loss: {f'{losses[-1]:.6f}' if losses else 'none yet'}")
 
 
 def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
@@ -2358,6 +2393,7 @@ def run(command: Command, rank: int, local_rank: int, world_size: int) -> None:
         except UserError as e:
             problem = str(e)
         ctx.agree(problem)
+        remarks = list(dict.fromkeys(remark for ours in ctx.share(remarks) for remark in ours))
         write_header(log, command, checked, remarks, ctx)
         if rank == 0 and (args.save_every or args.save_final):
             clear_leftovers(checked.folder)

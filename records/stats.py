@@ -449,7 +449,7 @@ def command_source(args: argparse.Namespace) -> None:
 def option_words(name: str, value: object) -> list[str]:
     """A field's JSON value as train_gpt_medium.py takes it on its command line."""
     text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
-    return [f"--{name}={text}"] if text.startswith("--") else [f"--{name}", text]
+    return [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
 
 
 def rerun_command(facts: dict[str, str]) -> str:

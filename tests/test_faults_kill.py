@@ -98,7 +98,7 @@ def test_twenty_kills_lose_at_most_save_every_steps(shards: Path, whole: Path, t
 
 
 def test_a_kill_between_rename_and_deletion_leaves_whole_checkpoints(shards: Path, tmp_path: Path) -> None:
-    patch = "t.delete_checkpoint = lambda path: os.kill(os.getpid(), 9)"
+    patch = "t.os.replace = lambda *names: os.kill(os.getpid(), 9)"  # the deletion's first act
     assert fork_ranks(words(shards, tmp_path, save_every=1, keep_checkpoints=1), patch=patch).returncode == -9
     assert sorted(checkpoints(tmp_path)) == [1, 2]
     succeed(words(shards, tmp_path, save_every=1, keep_checkpoints=1, num_iterations=8, resume="auto"))

@@ -1,6 +1,7 @@
 """--resume: bit-identical to a run that never stopped, at any step, with every recipe; refusals; what is kept."""
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -43,12 +44,14 @@ def refused(run_words: list[str], *parts: object, world: int = 1) -> None:
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 def test_resume_at_every_step(step: int, whole: Path, shards: Path, tmp_path: Path) -> None:
     # outer steps follow steps 1, 4 and 7; cooldown from step 4; shard 2 from step 5; 8 is the end
-    succeed(words(shards, tmp_path, save_final=True, resume=checkpoints(whole)[step]))
+    command = words(shards, tmp_path, save_final=True, resume=checkpoints(whole)[step])
+    succeed(command)
     assert not differences(contents(checkpoints(whole)[STEPS]), contents(checkpoints(tmp_path)[STEPS]))
     log = logs(tmp_path)[0]
     expected = val_losses(logs(whole)[0])
     assert val_losses(log) == {s: loss for s, loss in expected.items() if s >= step}
     assert header(log)["parent"] == f"{NAME}/{logs(whole)[0].name}"
+    assert shlex.split(header(log)["command"]) == ["train_gpt_medium.py", *command]  # main's words, not the test's
     times = [torch.load(checkpoints(folder)[s] / "shared.pt", weights_only=True)["train_time_ms"]
              for folder, s in ((whole, step), (tmp_path, STEPS))]
     assert times[1] > times[0] or step == STEPS  # train time goes on from where it was
@@ -159,6 +162,20 @@ def test_resume_anyway_takes_state_but_keeps_this_runs_hyperparameters(whole: Pa
     assert len(remarks) == len(more) + 1 and "resumed anyway: muon_lr: 0.027 there, 0.02 here" in remarks  # and all was taken
 
 
+def test_resume_with_another_outer_momentum_keeps_what_sgd_would_keep(whole: Path, shards: Path, tmp_path: Path) -> None:
+    """The state is (momentum - 1) times SGD's buffer; no outer step comes before the end."""
+    succeed(words(shards, tmp_path, resume=checkpoints(whole)[4], resume_anyway=True, snoo_momentum=0.9, snoo_k=100,
+                  num_iterations=5, save_final=True))
+    before, after = (contents(checkpoints(folder)[step])["snoo"] for folder, step in ((whole, 4), (tmp_path, 5)))
+    moves = [state["optimizer_state_dict"]["average_move"] for state in (before, after)]
+    assert any(old.any() for old in moves[0])
+    for old, new in zip(*moves, strict=True):
+        buffers = old.double() / (1 - 0.37), new.double() / (1 - 0.9)
+        assert (buffers[0] - buffers[1]).abs().max() <= 2**-7 * buffers[0].abs().max()
+    assert all(torch.equal(a, b) for a, b in zip(before["outer_buf"], after["outer_buf"], strict=True))
+    assert after["momentum"] == 0.9
+
+
 def test_resume_anyway_names_what_did_not_fit(whole: Path, shards: Path, tmp_path: Path) -> None:
     # a model twice as wide: the scalars alone fit; and the slow weights must be the new model's, or they would pull it away
     wide = dict(model_dim=64, num_heads=2)
@@ -231,7 +248,7 @@ def test_a_checkpoint_deleted_while_auto_reads_it_is_passed_over(whole: Path, sh
 real = t.read_checkpoint
 def read_checkpoint(folder):
     if folder.name in ("step_000008", "step_000007"):
-        t.delete_checkpoint(folder)
+        t.shutil.rmtree(folder)
     return real(folder)
 t.read_checkpoint = read_checkpoint
 """

@@ -356,9 +356,14 @@ def test_snoo_refuses_states_that_do_not_fit_and_keeps_its_own():
         changed = {**good, "current_step": 77, "lr": 9.0, **change}
         with pytest.raises(ValueError, match=message):
             snoo.load_state_dict(changed)
+    others = {"current_step": 77, "lr": 9.0}
     for key in good:
         with pytest.raises(ValueError, match=key):
-            snoo.load_state_dict({k: v for k, v in good.items() if k != key})
+            snoo.load_state_dict({k: v for k, v in (good | others).items() if k != key})
+    optimizer = good["optimizer_state_dict"]
+    for key in optimizer:
+        with pytest.raises(ValueError, match=key):
+            snoo.load_state_dict(good | others | {"optimizer_state_dict": {k: v for k, v in optimizer.items() if k != key}})
     now = snoo.state_dict()
     assert (now["current_step"], now["lr"], now["momentum"], now["k"]) == (3, 0.5, 0.5, 2)
     assert all(torch.equal(a, b) for a, b in zip(now["outer_buf"], slow))

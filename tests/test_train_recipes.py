@@ -284,7 +284,7 @@ def test_a_recipe_compares_with_its_own_curve_and_overrides_are_named(tiny, tmp_
     first = result.body().splitlines()[0]
     assert first.endswith(f" published:10.825840 delta:{float(result.losses()[0]) - 10.825840:+.4f}")
     header = result.header()["comparison"]
-    assert header.startswith(str(PUBLISHED / "2025-11-02-Smear-MTP" / "curve.csv")) and "this run differs in " in header
+    assert header.startswith(str(PUBLISHED / "2025-11-02-Smear-MTP" / "curve.csv")) and "this run differs from recipe 2025-11-02-Smear-MTP in " in header
     assert "muon_lr" in header and "model_dim" in header and "log_dir" not in header and "seed" not in header
     plain, note = t.find_published(t.parse_command(["--seed", "3"]))
     assert "differs" not in note and plain.curve[0] == 10.825840

@@ -416,7 +416,8 @@ def test_precedence_is_default_recipe_scale_field(tiny):
         assert t.parse_command(["--snoo", text]).args.snoo is value
     assert t.parse_command(["--save_final", "--snoo=no"]).args.save_final is True
     assert t.parse_command(["--seed", "none"]).args.seed is None
-    assert t.parse_command("--snoo_k 3 --snoo-k=4".split()).args.snoo_k == 4  # the last one counts
+    hyphens = t.parse_command("--snoo-k 3 --run-name a-b --train_files=a-b/c=*.bin --val_files x-y".split()).args
+    assert (hyphens.snoo_k, hyphens.run_name, hyphens.train_files, hyphens.val_files) == (3, "a-b", "a-b/c=*.bin", "x-y")
 
 
 def test_every_field_can_be_set_from_the_command_line():
@@ -463,18 +464,25 @@ def test_dry_run_checks_everything_and_builds_nothing(tiny, tmp_path):
 NOT_EVEN_STARTED = "t.build_training = t.GPT = lambda *a, **k: sys.exit('built before the fault was seen')"
 
 BAD_OPTIONS = {  # words after the tiny run's (a field there is replaced), and what the message must hold
-    "--muon_lrr 1": ["--muon_lrr", "no such option", "muon_lr"],
+    "--muon_lrr 1": ["--muon_lrr: no such option; nearest: muon_lr"],
+    "--trian_files=/a/very/long/path/*.bin": ["--trian_files: no such option; nearest: train_files"],
+    "--reciep x": ["--reciep: no such option; nearest: recipe"],
+    "--xyzzy": ["--xyzzy: no such option; see --help"],
+    "--snoo_k 2 --snoo-k=3": ["--snoo_k is given twice"],
+    "--run_name -x": ["--run_name: expected one argument; a value that begins with - is written --field=value"],
+    "--run_name=-x": ["--run_name -x", "no - in front"],
+    "--fused_mlp true --model_dim 96 --num_heads 3": ["--fused_mlp true --model_dim 96", "multiple of 64"],
     "--recipe 2025-09-16_Sno": ["--recipe: invalid choice: '2025-09-16_Sno'", "'2025-09-16_Snoo'"],
     "--scale rehersal": ["--scale: invalid choice: 'rehersal'", "'rehearsal'"],
-    "surplus x": ["surplus", "--field value"],
+    "surplus x": ["surplus: no option before it takes it", "--field value"],
     "--snoo_k": ["--snoo_k: expected one argument"],
-    "--snoo_k two": ["--snoo_k: two: must be a whole number"],
-    "--snoo_k 2.5": ["--snoo_k: 2.5: must be a whole number"],
-    "--muon_lr fast": ["--muon_lr: fast: must be a finite number"],
-    "--muon_lr nan": ["--muon_lr: nan: must be a finite number"],
-    "--muon_lr inf": ["--muon_lr: inf: must be a finite number"],
-    "--snoo maybe": ["--snoo: maybe: must be true or false"],
-    "--seed x": ["--seed: x: must be a whole number or none"],
+    "--snoo_k two": ["--snoo_k: 'two' must be a whole number"],
+    "--snoo_k 2.5": ["--snoo_k: '2.5' must be a whole number"],
+    "--muon_lr fast": ["--muon_lr: 'fast' must be a finite number"],
+    "--muon_lr nan": ["--muon_lr: 'nan' must be a finite number"],
+    "--muon_lr inf": ["--muon_lr: 'inf' must be a finite number"],
+    "--snoo maybe": ["--snoo: 'maybe' must be true or false"],
+    "--seed x": ["--seed: 'x' must be a whole number or none"],
     "--seed -1": ["--seed -1", "[0, 2^63)"],
     "--train_seq_len 100": ["--train_seq_len 100", "multiple of 128"],
     "--train_seq_len 0": ["--train_seq_len 0", "multiple of 128"],
@@ -507,7 +515,7 @@ BAD_OPTIONS = {  # words after the tiny run's (a field there is replaced), and w
     "--muon_lr 0 --snoo_k 0 --val_tokens 1": ["--muon_lr 0", "--snoo_k 0", "--val_tokens 1"],  # all at once
     "--num_iterations 1000": ["training: 1000 batches of 512 tokens are needed", "the 2 shards of", "give 156",
                               "the run needs 13 shards", "python data/cached_fineweb10B.py 13"],
-    "--val_tokens 9088": ["validation: 71 batches of 128 tokens are needed", "the 1 shards of", "give 70", "needs 2 shards"],
+    "--val_tokens 9088": ["validation: 71 batches of 128 tokens are needed", "the 1 shards of", "give 70", "lower --val_tokens"],
     "--train_files nowhere/*.bin": [f"{ROOT}/nowhere/*.bin", "no shard matches", "python data/cached_fineweb10B.py 30"],
     "--val_files nowhere/*.bin": ["nowhere/*.bin", "no shard matches"],
 }
