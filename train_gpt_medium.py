@@ -10,6 +10,9 @@ records/ for the other recipes.
     python -m torch.distributed.run --standalone --nproc_per_node=8 train_gpt_medium.py
     python train_gpt_medium.py --scale rehearsal                                    # one rank, no launcher
     python train_gpt_medium.py --recipe 2025-09-16_Snoo --snoo_k 14 --dry_run       # checks only
+
+What trains is in the sections from Data to Validation and in train(), near the end; the rest is command line,
+log, faults and checkpoints.
 """
 from __future__ import annotations
 
