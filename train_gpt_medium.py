@@ -45,6 +45,7 @@ import time
 import traceback
 import typing
 import uuid
+import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,7 +255,8 @@ def option_parser() -> OptionParser:
     comments = dict(re.findall(r"^    (\w+): [\w| ]+ = .*?  # (.*)", source, re.MULTILINE))
     for field in dataclasses.fields(Hyperparameters):
         bare = dict(nargs="?", const=True) if field.type == "bool" else {}
-        default = {None: "none", True: "true", False: "false", "": "empty"}.get(field.default, field.default)
+        default = "none" if field.default is None else field.default
+        default = str(default).lower() if field.type == "bool" else default if default != "" else "empty"
         parser.add_argument(f"--{field.name}", type=option_type(field.type), **bare,
                             metavar=field.type.partition(" ")[0].upper(),
                             help=f"{comments.get(field.name, '')} (default {default})".replace("%", "%%"))
@@ -274,7 +276,7 @@ def parse_command(argv: list[str]) -> Command:
         raise UserError(f"{unknown[0]}: no option before it takes it; options are written --field value, and "
                         f"a pattern in quotes")
     if unknown:
-        known = ["recipe", "scale", "dry_run", *(f.name for f in dataclasses.fields(Hyperparameters))]
+        known = ["help", "recipe", "scale", "dry_run", *(f.name for f in dataclasses.fields(Hyperparameters))]
         name = unknown[0].partition("=")[0]
         close = difflib.get_close_matches(name[2:], known, n=3, cutoff=0.5)
         raise UserError(f"{name}: no such option; {'nearest: ' if close else 'see --help'}{', '.join(close)}")
@@ -300,8 +302,10 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
 
     each("batch_sequences num_iterations snoo_k head_chunks num_heads head_dim model_dim keep_checkpoints "
          "startup_timeout step_timeout", lambda v: v >= 1, "must be at least 1")
-    each("train_seq_len val_seq_len window_max", lambda v: v >= 128 and v % 128 == 0,
-         "must be a positive multiple of 128")
+    each("startup_timeout step_timeout", lambda v: v <= 10**7, "must be at most 10 million seconds")
+    each("train_seq_len val_seq_len window_max", lambda v: 128 <= v < 2**30 and v % 128 == 0,
+         "must be a positive multiple of 128, and below 2^30")
+    each("train_files val_files log_dir", bool, "must not be empty")
     each("muon_momentum_start muon_momentum_end snoo_momentum adam_beta1 adam_beta2 update_smoothing",
          lambda v: 0 <= v < 1, "must lie in [0, 1)")
     each("head_lr embed_lr scalar_lr muon_lr snoo_lr adam_eps attention_scale logit_softcap", lambda v: v > 0,
@@ -1247,9 +1251,7 @@ class Snoo:
 
     def __init__(self, model: nn.Module | Iterable[Tensor], lr: float, momentum: float, k: int,
                  nesterov: bool = True) -> None:
-        if not lr > 0 or not 0 <= momentum < 1 or k < 1 or k != int(k):
-            raise ValueError(f"Snoo needs lr > 0, 0 <= momentum < 1 and a whole k >= 1, not lr {lr}, "
-                             f"momentum {momentum}, k {k}")
+        self._check(lr, momentum, k)
         self.params = list(model.parameters() if isinstance(model, nn.Module) else model)
         if not self.params:
             raise ValueError("Snoo needs at least one parameter")
@@ -1266,6 +1268,12 @@ class Snoo:
                 elements = 0
             self.pieces[-1].append(i)
             elements += p.numel()
+
+    @staticmethod
+    def _check(lr: float, momentum: float, k: int) -> None:
+        if not lr > 0 or not 0 <= momentum < 1 or k < 1 or k != int(k):
+            raise ValueError(f"Snoo needs lr > 0, 0 <= momentum < 1 and a whole k >= 1, not lr {lr}, "
+                             f"momentum {momentum}, k {k}")
 
     @torch.no_grad()
     def step(self) -> None:
@@ -1311,8 +1319,12 @@ class Snoo:
                     raise ValueError(f"Snoo's {name}[{i}] is {t.dtype} {tuple(t.shape)}, but its parameter "
                                      f"is {p.dtype} {tuple(p.shape)}: another model, or another order of "
                                      "parameters")
-        self.lr, self.momentum, self.k = state_dict["lr"], state_dict["momentum"], state_dict["k"]
-        self.current_step, self.nesterov = state_dict["current_step"], optimizer["nesterov"]
+        lr, momentum, k, step = (state_dict[name] for name in ("lr", "momentum", "k", "current_step"))
+        self._check(lr, momentum, k)
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"Snoo's current_step {step!r} is no count of calls")
+        self.lr, self.momentum, self.k, self.current_step = lr, momentum, k, step
+        self.nesterov = optimizer["nesterov"]
         for _, ours, theirs in pairs:
             torch._foreach_copy_(ours, theirs)
 
@@ -1590,7 +1602,7 @@ class Published:
 def read_columns(path: Path, columns: tuple[str, ...]) -> list[tuple[float, ...]]:
     """The named columns of a CSV file, as floats. UserError names path, line and rule."""
     try:
-        with open(path, newline="", encoding="utf-8") as f:
+        with open(path, newline="", encoding="utf-8-sig") as f:
             rows = csv.DictReader(f)
             if not set(columns) <= set(found := rows.fieldnames or ["nothing"]):
                 raise UserError(f"{path}: needs the columns {', '.join(columns)}, found {', '.join(found)}")
@@ -1607,6 +1619,8 @@ def read_columns(path: Path, columns: tuple[str, ...]) -> list[tuple[float, ...]
 def read_published(path: Path) -> Published:
     """A curve from a curve.csv (with the runs.csv beside it) or from a run's log. UserError when it holds
     none."""
+    if not os.path.isfile(path):  # a pipe would be waited for
+        raise UserError(f"{path}: cannot be read (no such file)")
     if path.suffix == ".csv":
         curve = {int(step): loss for step, loss in read_columns(path, ("step", "val_loss"))}
         runs = path.parent / "runs.csv"
@@ -1949,6 +1963,9 @@ def find_checkpoint(args: Hyperparameters) -> Path | None:
 def load_tensors(path: Path) -> dict[str, typing.Any]:
     """A file of a checkpoint: memory-mapped, and only tensors and plain values, never code."""
     try:
+        with zipfile.ZipFile(path) as file:
+            if damaged := file.testzip():
+                raise ValueError(f"{damaged} in it is damaged")
         # torch maps files only by names that are UTF-8, which a C locale's may not be
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=str(path).isascii())
     except OSError as e:
@@ -1969,12 +1986,20 @@ PARTS = dict(format=int, step=int, train_time_ms=float, val_losses=list, kept=li
 
 def read_checkpoint(folder: Path) -> dict[str, typing.Any]:
     """Everything in a checkpoint's folder, Muon's shards joined. UserError when it is not a whole one."""
-    if not (folder / "shared.pt").is_file():
+    if not os.path.isfile(folder / "shared.pt"):
         raise UserError(f"{folder}: no checkpoint is there (a folder step_NNNNNN with shared.pt and a "
                         f"muon_N.pt a rank)")
     shared = load_tensors(folder / "shared.pt")
     wrong = [name for name, kind in PARTS.items() if not isinstance(shared.get(name), kind)]
-    if wrong or shared["format"] != CHECKPOINT_FORMAT or shared["world_size"] < 1 or shared["step"] < 0:
+    if not wrong:
+        holds = dict(world_size=shared["world_size"] >= 1, step=shared["step"] >= 0,
+                     train_time_ms=math.isfinite(shared["train_time_ms"]),
+                     kept=all(isinstance(name, str) for name in shared["kept"]),
+                     hyperparameters=all(isinstance(name, str) for name in shared["hyperparameters"]),
+                     val_losses=all(isinstance(pair, list) and [type(v) for v in pair] == [int, float]
+                                    for pair in shared["val_losses"]))
+        wrong = [name for name, good in holds.items() if not good]
+    if wrong or shared["format"] != CHECKPOINT_FORMAT:
         why = f"no good: {', '.join(wrong)}" if wrong else f"its format is {shared['format']}"
         raise UserError(f"{folder / 'shared.pt'}: not a checkpoint of format {CHECKPOINT_FORMAT} of this "
                         f"program ({why})")
@@ -2036,7 +2061,11 @@ def check_resumable(saved: dict[str, typing.Any], args: Hyperparameters, source:
 
 
 def check_adam_state(optimizer: torch.optim.AdamW, state: dict[str, typing.Any]) -> None:
-    """ValueError unless each parameter has its state; load_state_dict itself would take any."""
+    """ValueError unless each group has its settings and each parameter its state; load_state_dict itself
+    would take any."""
+    for ours, theirs in zip(optimizer.param_groups, state["param_groups"]):
+        if missing := sorted(ours.keys() - theirs.keys()):
+            raise ValueError(f"AdamW's group lacks {', '.join(missing)}")
     for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
         theirs = {name: (t.dtype, t.shape) for name, t in state["state"].get(i, {}).items()}
         wanted = dict(step=(torch.float32, torch.Size()), exp_avg=(p.dtype, p.shape),
@@ -2068,8 +2097,8 @@ def resume(training: Training, saved: dict[str, typing.Any], args: Hyperparamete
     fits = {n: theirs[n] for n, t in model.items() if isinstance(theirs.get(n), Tensor)
             and (theirs[n].shape, theirs[n].dtype) == (t.shape, t.dtype)}
     training.model.load_state_dict({**model, **fits})
-    if len(fits) < len(model):
-        unfit.append(f"only {len(fits)} of {len(model)} parameters taken")
+    if len(fits) < len(model) or len(theirs) > len(model):
+        unfit.append(f"only {len(fits)} of {len(model)} parameters taken, {len(theirs)} are there")
 
     def load_adam(state: dict[str, typing.Any]) -> None:
         check_adam_state(training.adam, state)
@@ -2142,10 +2171,15 @@ def local_checks(command: Command, rank: int, local_rank: int, world_size: int) 
     published, comparison = find_published(command)
     folder = local_path(args.log_dir) / args.run_name
     if rank == 0:
-        existing = next(p for p in (folder, *folder.parents) if p.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise UserError(f"{folder}: the run's log cannot be written there ({existing} is "
-                            f"{'not writable' if existing.is_dir() else 'not a folder'}); --log_dir names "
+        reason = None
+        try:
+            existing = next(p for p in (folder, *folder.parents) if p.exists())
+            if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+                reason = f"{existing} is {'not writable' if existing.is_dir() else 'not a folder'}"
+        except OSError as e:  # a name that is too long
+            reason = e.strerror
+        if reason:
+            raise UserError(f"{folder}: the run's log cannot be written there ({reason}); --log_dir names "
                             f"another folder")
     checked = Checked(source, train_shards, val_shards, published, comparison, folder)
     if args.resume:
@@ -2271,7 +2305,7 @@ def agree_on_run(args: Hyperparameters, checked: Checked, ctx: Distributed) -> s
     """Fill in seed and run_id, the same on all ranks, and return the log's name without its ending."""
     if args.seed is None and checked.saved:
         args.seed = checked.saved["hyperparameters"].get("seed")
-    if args.seed is None:
+    if not isinstance(args.seed, int):
         args.seed = int.from_bytes(os.urandom(4), "little")
     if args.run_id is None:
         args.run_id = next_run_id(checked.folder)
@@ -2305,7 +2339,7 @@ def write_header(log: RunLog, command: Command, checked: Checked, remarks: list[
         source_sha256=hashlib.sha256(checked.source).hexdigest())
     lines |= dict(parent=saved["log"]) if saved else {}
     lines |= dict(python=platform.python_version(), pytorch=torch.__version__, cuda=torch.version.cuda,
-                  device=ctx.device.type,
+                  device=ctx.device.type, threads=torch.get_num_threads(),
                   started=datetime.datetime.now().astimezone().isoformat(timespec="seconds"))
     lines |= {f"hyperparameter {name}": json.dumps(v) for name, v in dataclasses.asdict(args).items()}
     for key, value in lines.items():

@@ -2,7 +2,8 @@
 
     python records/checkpoint.py records/track_2_medium/2025-09-16_Snoo/000_<uuid>_checkpoints/step_005640
 
-Builds no model, needs no GPU, and runs no code from the files: they are memory-mapped and read with weights_only.
+Builds no model, needs no GPU, and runs no code from the files: their checksums are compared, then they are memory-mapped
+and read with weights_only.
 Exit code 0, or 1 with one message on stderr when the folder is no whole checkpoint.
 """
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ class NoCheckpoint(Exception):
 def load(path: Path) -> dict[str, Any]:
     """One file of a checkpoint. NoCheckpoint names the file and the reason."""
     try:
+        with zipfile.ZipFile(path) as file:
+            if damaged := file.testzip():
+                raise ValueError(f"{damaged} in it is damaged")
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=str(path).isascii())
     except OSError as e:
         raise NoCheckpoint(f"{path}: cannot be read ({e.strerror or e})") from None
@@ -46,7 +51,7 @@ def tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 def describe(folder: Path) -> Iterator[str]:
     """The lines that main prints."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # also when the name is too long
         raise NoCheckpoint(f"{folder}: no such folder")
     if not (folder / "shared.pt").is_file():
         inside = sorted(str(p.parent) for p in folder.glob("**/step_*/shared.pt"))

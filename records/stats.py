@@ -468,6 +468,8 @@ def rerun_command(facts: dict[str, str]) -> str:
     for name, value in overrides.items():
         if name not in ("seed", "resume", "resume_anyway"):  # the seed follows; a rerun starts at step 0
             words += option_words(name, value)
+    if facts.get("device") == "cpu" and facts.get("threads", "").isdecimal():
+        words.insert(0, f"OMP_NUM_THREADS={facts['threads']}")  # sums round as they did
     return shlex.join([*words, "--seed", str(seed)])
 
 
@@ -484,7 +486,8 @@ def command_rerun(args: argparse.Namespace) -> None:
         warn("note: train_gpt_medium.py here is not the script of this log; to rerun that one, cut it out "
              f"first: python records/stats.py source {shlex.quote(str(args.log))} -o FILE")
     if "parent" in facts:
-        warn(f"note: this log continues {facts['parent']}; the command repeats the whole run from step 0")
+        warn(f"note: this log continues {facts['parent']}; the command repeats the whole run from step 0 with "
+             f"this log's seed and options, whatever those of the first part were")
 
 
 def diff_lines(a: Path, b: Path) -> list[str]:

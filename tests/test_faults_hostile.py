@@ -1,6 +1,7 @@
 """Wrong, cut, foreign, empty and hostile checkpoints: one clear message, nothing changed, no code run. And records/checkpoint.py."""
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import shutil
@@ -90,6 +91,9 @@ def test_cut_empty_and_foreign_files(name: str, copy: Path, shards: Path) -> Non
     for foreign in (b"step:1/2 val_loss:3.0\n" * 1000, bytes(len(whole)), b"PK\x03\x04" + whole[4:200]):
         (copy / name).write_bytes(foreign)
         refused(copy, shards, name)
+    middle = len(whole) // 2
+    (copy / name).write_bytes(whole[:middle] + bytes(b ^ 255 for b in whole[middle:middle + 64]) + whole[middle + 64:])
+    refused(copy, shards, name, "damaged")
     with zipfile.ZipFile(copy / name, "w") as archive:
         archive.writestr("readme.txt", "an archive, but not torch's")
     refused(copy, shards, name)
@@ -105,7 +109,9 @@ def test_cut_empty_and_foreign_files(name: str, copy: Path, shards: Path) -> Non
 def test_values_of_the_wrong_kind(copy: Path, shards: Path) -> None:
     good = torch.load(copy / "shared.pt", weights_only=True)
     for change in (dict(step="2"), dict(step=-1), dict(world_size=0), dict(world_size=10**12), dict(format=1), dict(model=None),
-                   dict(val_losses={}), dict(hyperparameters=[]), dict(snoo=3), dict(log=b"x"), dict(kept="x")):
+                   dict(val_losses={}), dict(hyperparameters=[]), dict(snoo=3), dict(log=b"x"), dict(kept="x"),
+                   dict(val_losses=[["a", 3.0]]), dict(val_losses=[[1]]), dict(kept=[3]), dict(train_time_ms=math.nan),
+                   dict(hyperparameters={**good["hyperparameters"], 3: 4})):
         torch.save({**good, **change}, copy / "shared.pt")
         refused(copy, shards, of_command=False)
     for key in good:
@@ -122,7 +128,10 @@ def test_state_that_does_not_fit_the_model(copy: Path, shards: Path) -> None:
              dict(model={**model, "scalars": "no tensor"}), dict(adam={}), dict(adam={**adam, "param_groups": adam["param_groups"][:1]}),
              dict(adam={**adam, "state": {0: {**adam["state"][0], "exp_avg": torch.zeros(2, 2)}}}),
              dict(snoo={**snoo, "outer_buf": snoo["outer_buf"][1:]}), dict(snoo={}), dict(snoo=None), dict(rng={}),
-             dict(rng=dict(cpu=torch.zeros(3)))]
+             dict(rng=dict(cpu=torch.zeros(3))),
+             dict(snoo={**snoo, "momentum": 1.0}), dict(snoo={**snoo, "momentum": "x"}), dict(snoo={**snoo, "current_step": "x"}),
+             dict(snoo={**snoo, "k": 0}), dict(model={**model, "surplus": torch.zeros(3)}),
+             dict(adam={**adam, "param_groups": [{k: v for k, v in g.items() if k != "base_lr"} for g in adam["param_groups"]]})]
     for change in wrong:
         torch.save({**good, **change}, copy / "shared.pt")
         refused(copy, shards, "does not fit", of_command=False)

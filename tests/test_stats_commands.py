@@ -234,14 +234,15 @@ def test_the_printed_words_are_what_the_training_script_resolves() -> None:
     import train_gpt_medium as script
 
     overrides = {"snoo_k": 14, "muon_lr": 0.03, "snoo": False, "update_smoothing_start": None,
-                 "run_name": "a b",
-                 "adam_eps": 1e-10}
+                 "run_name": "a b", "log_dir": "-d", "adam_eps": 1e-10}
     facts = {"recipe": "2025-09-16_Snoo", "scale": "rehearsal", "world_size": "1",
              "overrides": json.dumps(overrides), "hyperparameter seed": "12"}
     words = shlex.split(stats.rerun_command(facts))
     command = script.parse_command(words[words.index("train_gpt_medium.py") + 1:])
     assert command.overrides == {**overrides, "seed": 12}
     assert (command.recipe, command.scale) == ("2025-09-16_Snoo", "rehearsal")
+    assert not words[0].startswith("OMP")
+    assert shlex.split(stats.rerun_command(facts | {"device": "cpu", "threads": "3"})) == ["OMP_NUM_THREADS=3", *words]
     assert set(BOOKKEEPING) == set(script.BOOKKEEPING), "both files list the fields that compute nothing"
 
 

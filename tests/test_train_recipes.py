@@ -5,6 +5,7 @@ import copy
 import csv
 import itertools
 import math
+import os
 import re
 import statistics
 from pathlib import Path
@@ -339,8 +340,10 @@ def test_curves_that_cannot_be_read_are_refused_before_anything_is_built(what, t
 
 
 def test_a_missing_curve_is_refused_when_it_was_named(tiny, tmp_path):
-    words = changed(tiny, log_dir=tmp_path / "logs", compare_with=tmp_path / "nowhere.csv")
-    assert_refused(fork_ranks(words, patch=NOT_EVEN_STARTED), f"{tmp_path}/nowhere.csv", "cannot be read")
+    os.mkfifo(tmp_path / "pipe.csv")
+    for name in ("nowhere.csv", "pipe.csv", ""):  # the last one is the folder
+        words = changed(tiny, log_dir=tmp_path / "logs", compare_with=tmp_path / name)
+        assert_refused(fork_ranks(words, patch=NOT_EVEN_STARTED), str(tmp_path / name), "cannot be read")
 
 
 def test_a_log_cut_off_gives_its_whole_lines_and_the_source_in_it_is_no_curve(tmp_path):

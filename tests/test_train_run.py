@@ -398,7 +398,10 @@ def test_help_takes_under_5_seconds_and_explains_every_field(tmp_path):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
     assert result.returncode == 0 and result.stderr == ""
     for field in t.dataclasses.fields(t.Hyperparameters):
-        assert re.search(rf"^  --{field.name} \S.*\S {{1,}}\S+.*\(default", result.stdout, re.MULTILINE), field.name
+        wanted = {"": "empty", None: "none"}.get(field.default, str(field.default))
+        wanted = wanted.lower() if isinstance(field.default, bool) else wanted
+        assert re.search(rf"^  --{field.name} \S.*\S {{1,}}\S+.*\(default {re.escape(wanted)}\)$", result.stdout,
+                         re.MULTILINE), field.name
     for word in ("--recipe", "--scale", "--dry_run", *t.RECIPES, *t.SCALES):
         assert word in result.stdout
 
@@ -467,13 +470,19 @@ BAD_OPTIONS = {  # words after the tiny run's (a field there is replaced), and w
     "--muon_lrr 1": ["--muon_lrr: no such option; nearest: muon_lr"],
     "--trian_files=/a/very/long/path/*.bin": ["--trian_files: no such option; nearest: train_files"],
     "--reciep x": ["--reciep: no such option; nearest: recipe"],
+    "--hel": ["--hel: no such option; nearest: help"],
+    "--step_timeout 999999999999999": ["--step_timeout 999999999999999", "at most 10 million"],
+    "--startup_timeout 99999999999": ["--startup_timeout 99999999999", "at most 10 million"],
+    "--window_max 140737488355328": ["--window_max 140737488355328", "below 2^30"],
+    f"--run_name {'a' * 300}": ["File name too long"],
+    f"--resume {'a' * 300}": ["no checkpoint is there"],
     "--xyzzy": ["--xyzzy: no such option; see --help"],
     "--snoo_k 2 --snoo-k=3": ["--snoo_k is given twice"],
     "--run_name -x": ["--run_name: expected one argument; a value that begins with - is written --field=value"],
     "--run_name=-x": ["--run_name -x", "no - in front"],
     "--fused_mlp true --model_dim 96 --num_heads 3": ["--fused_mlp true --model_dim 96", "multiple of 64"],
-    "--recipe 2025-09-16_Sno": ["--recipe: invalid choice: '2025-09-16_Sno'", "'2025-09-16_Snoo'"],
-    "--scale rehersal": ["--scale: invalid choice: 'rehersal'", "'rehearsal'"],
+    "--recipe 2025-09-16_Sno": ["--recipe: invalid choice: '2025-09-16_Sno'", "2025-09-16_Snoo"],
+    "--scale rehersal": ["--scale: invalid choice: 'rehersal'", "rehearsal"],
     "surplus x": ["surplus: no option before it takes it", "--field value"],
     "--snoo_k": ["--snoo_k: expected one argument"],
     "--snoo_k two": ["--snoo_k: 'two' must be a whole number"],
@@ -539,6 +548,11 @@ def test_bad_options_are_refused(words, tiny, tmp_path):
     result = fork_ranks([*kept, "--log_dir", str(tmp_path / "logs"), *new], patch=NOT_EVEN_STARTED)
     assert_refused(result, *BAD_OPTIONS[words])
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("name", ["train_files", "val_files", "log_dir"])
+def test_empty_paths_are_refused(name, tiny):
+    assert_refused(fork_ranks(changed(tiny, **{name: ""}), patch=NOT_EVEN_STARTED), f"--{name} : must not be empty")
 
 
 def test_exactly_enough_data_passes_and_a_long_window_too(tiny, tmp_path):
