@@ -318,8 +318,8 @@ def check_hyperparameters(args: Hyperparameters, world_size: int) -> None:
          "feed the first and the last five blocks, skip connections reach block 11)")
     rule(args.seed is None or 0 <= args.seed < 2**63, f"--seed {args.seed}", "must lie in [0, 2^63)")
     rule(args.run_id is None or 0 <= args.run_id, f"--run_id {args.run_id}", "must not be negative")
-    rule(re.fullmatch(r"[\w.+][\w.+-]*", args.run_name) is not None and args.run_name.strip(".") != "",
-         f"--run_name {args.run_name}", "names a folder: letters, digits and . _ + - only, no - in front")
+    rule(re.fullmatch(r"(?!\.+$)[\w.+][\w.+-]{,199}", args.run_name) is not None,
+         f"--run_name {args.run_name}", "names a folder: up to 200 letters, digits, . _ + -; no - in front")
     rule(args.num_heads * args.head_dim == args.model_dim,
          f"--num_heads {args.num_heads} --head_dim {args.head_dim} --model_dim {args.model_dim}",
          "num_heads * head_dim must equal model_dim")

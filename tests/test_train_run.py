@@ -474,7 +474,7 @@ BAD_OPTIONS = {  # words after the tiny run's (a field there is replaced), and w
     "--step_timeout 999999999999999": ["--step_timeout 999999999999999", "at most 10 million"],
     "--startup_timeout 99999999999": ["--startup_timeout 99999999999", "at most 10 million"],
     "--window_max 140737488355328": ["--window_max 140737488355328", "below 2^30"],
-    f"--run_name {'a' * 300}": ["File name too long"],
+    f"--run_name {'a' * 300}": ["--run_name aaa", "up to 200 letters"],
     f"--resume {'a' * 300}": ["no checkpoint is there"],
     "--xyzzy": ["--xyzzy: no such option; see --help"],
     "--snoo_k 2 --snoo-k=3": ["--snoo_k is given twice"],
