@@ -1706,8 +1706,9 @@ def end_failed_rank(text: str, trace: str, symptom: bool, log: RunLog, ctx: Dist
     console((trace if mine else "") + (f"error: {cause}\n" if ctx.rank == 0 else ""), end="", file=sys.stderr)
     if mine:
         tell_launcher(f"{trace}error: {cause}")
-    else:
-        time.sleep(2)  # torchrun takes the first rank to end for the root cause
+    # torchrun takes the first rank to end for the cause; without it rank 0 keeps the store for the rest
+    if not mine or (ctx.rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ):
+        time.sleep(2)
     os._exit(code)
 
 

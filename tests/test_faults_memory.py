@@ -15,7 +15,10 @@ from fault_helpers import body, logs, make_shards, words
 from train_helpers import fork_ranks
 
 OUT = """
-def forward(*a): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.28 GiB.")
+import time
+def forward(*a):
+    time.sleep(rank * {1})
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.28 GiB.")
 real = t.train_step
 def train_step(training, batch, step, *rest):
     if step == 2 and rank in {0}: training.forward = forward
@@ -24,9 +27,11 @@ t.train_step = train_step
 """
 
 
-def test_out_of_memory_is_one_line_with_the_fields_that_lower_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [0, 1])  # rank 1 fails with rank 0, which keeps the store, or a second after it
+def test_out_of_memory_is_one_line_with_the_fields_that_lower_it(later: int, tmp_path: Path) -> None:
     shards = make_shards(tmp_path, sequences=2)
-    result = fork_ranks(words(shards, tmp_path / "logs", batch_sequences=2, val_tokens=256), 2, limit=40, patch=OUT.format((0, 1)))
+    result = fork_ranks(words(shards, tmp_path / "logs", batch_sequences=2, val_tokens=256), 2, limit=40,
+                        patch=OUT.format((0, 1), later))
     assert result.returncodes == [1, 1]
     text = "".join(result.stderrs)
     assert "Traceback" not in text and text.count("error: ") == 1 and text.count("\n") == 1, text
@@ -38,7 +43,7 @@ def test_out_of_memory_is_one_line_with_the_fields_that_lower_it(tmp_path: Path)
 
 def test_out_of_memory_of_one_rank_alone(tmp_path: Path) -> None:
     shards = make_shards(tmp_path)
-    result = fork_ranks(words(shards, tmp_path / "logs"), limit=40, patch=OUT.format((0,)))
+    result = fork_ranks(words(shards, tmp_path / "logs"), limit=40, patch=OUT.format((0,), 0))
     assert result.returncode == 1 and "Traceback" not in result.stderr and result.stderr.startswith("error: rank 0 ran out of GPU memory")
 
 
