@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fault_helpers import checkpoints, contents, make_shards, succeed, tree_of, words
+from fault_helpers import checkpoints, contents, logs, make_shards, succeed, tree_of, words
 from train_helpers import ROOT, clean_environment, fork_ranks
 
 COMMAND = ROOT / "records" / "checkpoint.py"
@@ -141,6 +141,17 @@ def test_state_that_does_not_fit_the_model(copy: Path, shards: Path) -> None:
     for state in ({}, {**muon["state"], first: {**muon["state"][first], "mantissa": muon["state"][first]["mantissa"].to(torch.bfloat16)}}):
         torch.save({**muon, "state": state}, copy / "muon_1.pt")
         refused(copy, shards, "does not fit", of_command=False)
+
+
+def test_what_rank_1_could_not_take_is_in_the_log(copy: Path, shards: Path, tmp_path: Path) -> None:
+    """Each rank takes Muon's state of its own matrices: here rank 0 takes all, rank 1 nothing, and rank 0 writes the log."""
+    muon = torch.load(copy / "muon_1.pt", weights_only=True)
+    torch.save({**muon, "state": {i: {**s, "mantissa": s["mantissa"].to(torch.bfloat16)} for i, s in muon["state"].items()}},
+               copy / "muon_1.pt")
+    succeed(words(shards, tmp_path / "logs", resume=copy, resume_anyway=True, **PAIR), 2)
+    log, = logs(tmp_path / "logs")
+    remarks = [line for line in log.read_text().splitlines() if line.startswith("resumed anyway: ")]
+    assert len(remarks) == 1 and "muon's state not taken" in remarks[0] and "mantissa" in remarks[0]
 
 
 def test_names_in_a_checkpoint_delete_nothing_else(copy: Path, shards: Path, tmp_path: Path) -> None:
