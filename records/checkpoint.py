@@ -11,33 +11,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-
-class NoCheckpoint(Exception):
-    """The folder holds no whole checkpoint; the text says why."""
-
-
-def load(path: Path) -> dict[str, Any]:
-    """One file of a checkpoint. NoCheckpoint names the file and the reason."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            if damaged := file.testzip():
-                raise ValueError(f"{damaged} in it is damaged")
-        value = torch.load(path, map_location="cpu", weights_only=True, mmap=str(path).isascii())
-    except OSError as e:
-        raise NoCheckpoint(f"{path}: cannot be read ({e.strerror or e})") from None
-    except Exception as e:  # a cut, foreign or hostile file fails in ways that torch does not list
-        reason = " ".join(str(e).split())[:200]
-        raise NoCheckpoint(f"{path}: not a whole checkpoint file ({type(e).__name__}: {reason})") from None
-    if not isinstance(value, dict):
-        raise NoCheckpoint(f"{path}: not a checkpoint ({type(value).__name__} inside)")
-    return value
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from train_gpt_medium import UserError as NoCheckpoint, load_tensors  # noqa: E402
 
 
 def tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -57,11 +38,11 @@ def describe(folder: Path) -> Iterator[str]:
         inside = sorted(str(p.parent) for p in folder.glob("**/step_*/shared.pt"))
         hint = f"; there are, further down: {', '.join(inside)}" if inside else ""
         raise NoCheckpoint(f"{folder}: no checkpoint (a folder step_NNNNNN with shared.pt and a muon_N.pt a rank){hint}")
-    shared = load(folder / "shared.pt")
+    shared = load_tensors(folder / "shared.pt")
     ranks, hyperparameters, losses = shared.get("world_size"), shared.get("hyperparameters"), shared.get("val_losses")
     if not isinstance(ranks, int) or not isinstance(hyperparameters, dict) or not isinstance(losses, list) or "step" not in shared:
         raise NoCheckpoint(f"{folder / 'shared.pt'}: not a checkpoint of train_gpt_medium.py")
-    shards = [load(folder / f"muon_{rank}.pt") for rank in range(ranks)]
+    shards = [load_tensors(folder / f"muon_{rank}.pt") for rank in range(ranks)]
 
     for key in ("step", "train_time_ms", "recipe", "scale", "world_size", "log", "data_position", "source_sha256", "format"):
         yield f"{key}: {shared.get(key, 'absent')}"
