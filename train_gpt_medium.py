@@ -255,8 +255,8 @@ def option_parser() -> OptionParser:
     comments = dict(re.findall(r"^    (\w+): [\w| ]+ = .*?  # (.*)", source, re.MULTILINE))
     for field in dataclasses.fields(Hyperparameters):
         bare = dict(nargs="?", const=True) if field.type == "bool" else {}
-        default = "none" if field.default is None else field.default
-        default = str(default).lower() if field.type == "bool" else default if default != "" else "empty"
+        default = str(field.default)
+        default = {"None": "none", "True": "true", "False": "false", "": "empty"}.get(default, default)
         parser.add_argument(f"--{field.name}", type=option_type(field.type), **bare,
                             metavar=field.type.partition(" ")[0].upper(),
                             help=f"{comments.get(field.name, '')} (default {default})".replace("%", "%%"))
@@ -1406,14 +1406,17 @@ def outer_steps(args: Hyperparameters) -> tuple[int, int]:
 
 @dataclass
 class Training:
-    """What a run changes as it goes. `forward` is the model, compiled or not; `group` carries the
-    collectives."""
+    """What a run changes as it goes. `forward` is the model, compiled or not."""
     model: GPT
     forward: typing.Callable[[Tensor, Tensor, Tensor], Tensor]
     adam: torch.optim.AdamW
     muon: Muon
     snoo: Snoo | None
-    group: dist.ProcessGroup | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of all collectives, Muon's and the others."""
+        return self.muon.process_group
 
     def state(self) -> dict[str, typing.Any]:
         """All state that training reads, by part; tensors are the live ones."""
@@ -1549,7 +1552,7 @@ def warm_up(training: Training, args: Hyperparameters, ctx: Distributed) -> None
     ctx.synchronize()
     if ctx.world_size > 1:
         dist.barrier()  # of the default group, which waits for the slowest compiler
-        training.group = training.muon.process_group = ctx.group
+        training.muon.process_group = ctx.group
         dist.barrier(group=ctx.group)
     if ctx.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
